@@ -185,8 +185,8 @@ inline float mass_of(const float *q, int64_t n, const uint8_t *sketch, const Ske
 // score of `least` or more, the largest that will do, byte by byte. `row.left` has the sums of all masses; what followed
 // the masses of blocks is not needed any more.
 inline int64_t needed(const RecallRow &row) {
-    const auto units = [&](int64_t h, int64_t b) {
-        const float share = row.mass[2 * h * row.width + b] * (1.0f / row.left[2 * h + 1]);
+    const auto units = [&](int64_t h, int64_t b, float in_one) {
+        const float share = row.mass[2 * h * row.width + b] * in_one;
         return share >= 1.0f ? 1 << 24 : share > 0.0f ? int32_t(share * 0x1p24f) : 0;
     };
     const auto below = [&](int64_t h) { return reinterpret_cast<int32_t *>(row.mass + (2 * h + 1) * row.width); };
@@ -200,18 +200,21 @@ inline int64_t needed(const RecallRow &row) {
         const auto digit_of = [&](int64_t b) { return row.score[b] >> shift & 255; };
         int32_t digit = 255;
         for (int64_t h = 0; h < row.heads; h++) {
+            const float in_one = 1.0f / row.left[2 * h + 1];
             int32_t counts[256] = {}, left = *below(h), most = 0;
             for (int64_t b = 0; b < row.behind; b++)
                 if (is_like(b))
-                    counts[digit_of(b)] += units(h, b);
+                    counts[digit_of(b)] += units(h, b, in_one);
             while (most < digit && left + counts[most] <= row.leave)
                 left += counts[most++];
             digit = most;
         }
-        for (int64_t h = 0; h < row.heads; h++)
+        for (int64_t h = 0; h < row.heads; h++) {
+            const float in_one = 1.0f / row.left[2 * h + 1];
             for (int64_t b = 0; b < row.behind; b++)
                 if (is_like(b) && digit_of(b) < digit)
-                    *below(h) += units(h, b);
+                    *below(h) += units(h, b, in_one);
+        }
         least |= uint32_t(digit) << shift;
     }
     const auto bound = int32_t(least < 0x7fc00000 ? least : 0x7fc00000);

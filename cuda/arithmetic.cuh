@@ -37,10 +37,9 @@ DEVICE float fold_rows(float (&acc)[N]) {
     return acc[0];
 }
 
-DEVICE float exponential(float x) {
-    const float clamped = x > 88.0f ? 88.0f : x; // NaN stays
-    const float n = rintf(clamped * 0x1.715476p+0f);
-    float r = __fmaf_rn(n, -0x1.62e400p-1f, clamped);
+// e^x / 2^n, where n is x / ln 2, rounded.
+DEVICE float exponential_fraction(float x, float n) {
+    float r = __fmaf_rn(n, -0x1.62e400p-1f, x);
     r = __fmaf_rn(n, -0x1.7f7d1cp-20f, r);
     float p = 0x1.6c16c2p-10f;
     p = __fmaf_rn(p, r, 0x1.111112p-7f);
@@ -48,11 +47,16 @@ DEVICE float exponential(float x) {
     p = __fmaf_rn(p, r, 0x1.555556p-3f);
     p = __fmaf_rn(p, r, 0.5f);
     p = __fmaf_rn(p, r, 1.0f);
-    p = __fmaf_rn(p, r, 1.0f);
+    return __fmaf_rn(p, r, 1.0f); // a NaN reaches it through r
+}
+
+DEVICE float exponential(float x) {
+    const float clamped = x > 88.0f ? 88.0f : x; // NaN stays
+    const float n = rintf(clamped * 0x1.715476p+0f);
     // n is in [-126, 127] wherever the result is used; the clamp only keeps a NaN's or a small x's shift defined.
     const i32 exponent = min(max(__float2int_rn(n), -126), 127);
-    const float result = p * __int_as_float((exponent + 127) << 23);
-    return clamped < -87.0f ? 0.0f : result; // a NaN reaches p through r
+    const float result = exponential_fraction(clamped, n) * __int_as_float((exponent + 127) << 23);
+    return clamped < -87.0f ? 0.0f : result;
 }
 
 DEVICE float silu(float x) { return x / (1.0f + exponential(-x)); }

@@ -1,8 +1,7 @@
 // Which blocks of its context each row of a step reads, by sketches of their keys. What follows from a choice is in chosen.cu.
-// Twins: summarize and choose of engine/ops/reference.py (docs/arithmetic.md, "Recall"), bit for bit.
+// Twin: choose of engine/ops/reference.py (docs/arithmetic.md, "Recall"), bit for bit.
 //
 // Kernels.
-//   summarize   (summarize.cu) sketches
 //   weigh       (weigh.cu) masses [T, H, 2, W]: of each block before the tail, by its chunk's top; tops and sums of the chunks
 //   score       scores of these blocks, and of all of them the top and the sum                (ceil(W / SPAN), K, T)
 //   choose      what a row reads                                                              (K, T)
@@ -10,7 +9,7 @@
 // and what attention goes by: list int32 [T, K, W], the blocks that are read one after the other, and last int32 [T, K], the
 // row's position among them. Before, list is scratch for scores.
 //
-// Macros: HEAD_DIM; GROUP, query heads of a KV head, at most 16.
+// Macro: GROUP, query heads of a KV head, at most 16.
 #include "recall.cuh"
 
 constexpr i32 WARPS = 16, SPAN = WARPS * WARP; // blocks of a thread block of `score`
@@ -184,6 +183,7 @@ choose(const i32* sequence, const i32* positions, const i32* most, const i32* le
     u32(*const units)[256] = (u32(*)[256])room;
     i32* const counts = (i32*)room;
     __shared__ u32 below[GROUP], digits[GROUP];
+    __shared__ float inverse[GROUP];
     const i32 lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, n_threads = WARPS * WARP;
     const i32 head = blockIdx.x, n_head_kv = gridDim.x, t = blockIdx.y, s = sequence[t];
     const i32 position = positions[t], row_block = position / KV_BLOCK, behind = max(row_block - TAIL_BLOCKS, 0);
@@ -215,7 +215,7 @@ choose(const i32* sequence, const i32* positions, const i32* most, const i32* le
     if (may_leave >= 0) { // the largest `least`, byte by byte, below which no head has more units than it may leave
         u32 least = 0;
         for (i32 h = threadIdx.x; h < GROUP; h += n_threads)
-            below[h] = 0;
+            below[h] = 0, inverse[h] = 1.0f / left[2 * h + 1];
 #pragma unroll 1
         for (i32 shift = 24; shift >= 0; shift -= 8) {
             for (i32 i = threadIdx.x; i < GROUP * 256; i += n_threads)
@@ -227,7 +227,7 @@ choose(const i32* sequence, const i32* positions, const i32* most, const i32* le
 #pragma unroll 1
                 for (i32 h = 0; h < GROUP; h++) {
                     const float *const mass = masses + 2 * h * width, factor = factor_of(mass[width + b / CHUNK], left[2 * h]);
-                    const float share = mass[b] * factor * (1.0f / left[2 * h + 1]);
+                    const float share = mass[b] * factor * inverse[h];
                     atomicAdd(&units[h][score >> shift & 255],
                               share >= 1.0f ? 1u << 24 : share > 0.0f ? (u32)(share * 0x1p24f) : 0u);
                 }
@@ -281,7 +281,8 @@ choose(const i32* sequence, const i32* positions, const i32* most, const i32* le
     __syncthreads();
 #pragma unroll 1
     for (i32 above = 31; above && wanted;) { // bits from there on are known
-        const i32 shift = max(above - DIGIT_BITS, 0), mask = (1 << (above - shift)) - 1, known = above < 31 ? bound >> above : 0;
+        const i32 shift = max(above - DIGIT_BITS, 0), mask = (1 << (above - shift)) - 1;
+        const i32 known = above < 31 ? bound >> above : 0;
         scores.each([&](i32, i32 score) {
             if (score >= 0 && (above == 31 || score >> above == known))
                 atomicAdd(&counts[score >> shift & mask], 1);
@@ -352,8 +353,8 @@ choose(const i32* sequence, const i32* positions, const i32* most, const i32* le
             if (at < LISTED)
                 order[at] = b;
         }
-        const auto below = [&](i32 b) { return (1u << min(max(b - b0, 0), OWN)) - 1; };
-        flags |= below(row_block + 1) & ~below(behind);
+        const auto bits_before = [&](i32 b) { return (1u << min(max(b - b0, 0), OWN)) - 1; };
+        flags |= bits_before(row_block + 1) & ~bits_before(behind);
         if (width % 4 == 0) {
 #pragma unroll
             for (i32 i = 0; i < OWN; i += 4)

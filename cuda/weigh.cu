@@ -12,38 +12,33 @@
 constexpr i32 TILES = KV_BLOCK / 16, QUADS = (WORDS + 3) / 4; // of keys; of words
 constexpr i32 HEADS = 8, FOLDED = HEAD_DIM <= 256 ? 8 : 4;    // columns; those that share registers
 constexpr i32 PLANE = 4 * KV_BLOCK + 32;                      // of a word of all keys: its four lanes read other banks
-constexpr i32 UNIT = SKETCH_BYTES % 16 ? 4 : 16, GAP = WORDS * (PLANE - 4 * KV_BLOCK);
+constexpr i32 UNIT = SKETCH_BYTES % 16 || WORDS % 2 ? 4 : 16, GAP = WORDS * (PLANE - 4 * KV_BLOCK);
 constexpr i32 STAGE = (SKETCH_BYTES + GAP + 15) / 16 * 16;
 constexpr i32 COUNTED = (QUADS | 1) * 4;                      // of a head in 16 bytes, an odd number of 64 bytes: again banks
 constexpr i32 RANK_WARPS = (KEPT + WARP - 1) / WARP, PLANES = (GROUP + 3) / 4; // of ranks; of four heads
 constexpr i32 BLOCKS = CHUNK / WEIGHERS;                      // of a warp, in a chunk
-constexpr i32 SUM_START = 0x4b400000;                         // 1.5 * 2^23 as bits: sums of integers are its last bits
+static_assert(CHUNK % WEIGHERS == 0, "a warp has whole blocks of each chunk");
 
-// The number of a sum that began with SUM_START.
-DEVICE float number(i32 sum) { return __int_as_float(sum) - 12582912.0f; }
+// The number of a sum of integers that began with ROUNDING_BITS.
+DEVICE float number(i32 sum) { return __int_as_float(sum) - ROUNDING; }
 
 // A sketch on its way to shared memory, by a warp. The planes of codes lie further apart there.
 DEVICE void fetch_sketch(u8* to, const u8* from) {
-    constexpr i32 STEP = UNIT * WARP, PER_STEP = UNIT / 8; // planes of a step, or none
-    const i32 first = UNIT * (threadIdx.x % WARP), skip = PLANE - 4 * KV_BLOCK;
-    if constexpr (UNIT == 16 && WORDS % 2 == 0) { // constant distances: an address for all
-        to += first + first / (4 * KV_BLOCK) * skip, from += first;
+    constexpr i32 STEP = UNIT * WARP, SKIP = PLANE - 4 * KV_BLOCK;
+    const i32 first = UNIT * (threadIdx.x % WARP);
+    if constexpr (UNIT == 16) { // two planes a step: constant distances, an address for all
+        u8* const codes = to + first + first / (4 * KV_BLOCK) * SKIP;
+        to += first, from += first;
 #pragma unroll
-        for (i32 i = 0; i < WORDS / PER_STEP; i++)
-            copy16_async(to + i * PER_STEP * PLANE, from + i * STEP);
-        to -= first / (4 * KV_BLOCK) * skip;
+        for (i32 i = 0; i < WORDS / 2; i++)
+            copy16_async(codes + i * 2 * PLANE, from + i * STEP);
 #pragma unroll
         for (i32 i = MASK_AT; i < SKETCH_BYTES; i += STEP)
             if (i + STEP <= SKETCH_BYTES || first < SKETCH_BYTES - i)
                 copy16_async(to + i + GAP, from + i);
     } else {
-        for (i32 i = first; i < SKETCH_BYTES; i += STEP) {
-            u8* const at = to + i + min(i / (4 * KV_BLOCK), WORDS) * skip;
-            if constexpr (UNIT == 16)
-                copy16_async(at, from + i);
-            else
-                copy4_async(at, from + i);
-        }
+        for (i32 i = first; i < SKETCH_BYTES; i += STEP)
+            copy4_async(to + i + min(i / (4 * KV_BLOCK), WORDS) * SKIP, from + i);
     }
 }
 
@@ -138,7 +133,7 @@ DEVICE float count_queries(const float4* queries, const Channels& of, i32 h0, in
 #pragma unroll
         for (i32 r = 0; r < RANK_WARPS; r++) // rounded to even; under a scale that is NaN any bytes do
             if (KEPT % WARP == 0 || r * WARP + lane < KEPT)
-                to[r * WARP + lane] = (i8)__float_as_int(x[r][h] * inverse + 12582912.0f);
+                to[r * WARP + lane] = (i8)__float_as_int(x[r][h] * inverse + ROUNDING);
     }
     return fold_rows(rest);
 }
@@ -150,7 +145,7 @@ DEVICE void multiply_codes(const u8* stage, const int4* counted, i32 (&sums)[TIL
     for (i32 m = 0; m < TILES; m++)
 #pragma unroll
         for (i32 i = 0; i < 4; i++)
-            sums[m][i] = SUM_START;
+            sums[m][i] = ROUNDING_BITS;
 #pragma unroll
     for (i32 j = 0; j < QUADS; j++) {
         const i32 word = 4 * j + t;

@@ -84,6 +84,7 @@ DEVICE void emulator_copy_async(void* to, const void* from, int n, bool valid, c
         f.copies = (emulator::Copy*)realloc(f.copies, sizeof(emulator::Copy) * (size_t)f.room);
     }
     f.copies[f.n_copies++] = {to, valid ? from : nullptr, n, f.committed};
+    memset(to, 0xff, (size_t)n); // whatever is still read there is lost, as it may be on a GPU
 }
 
 template <class T>

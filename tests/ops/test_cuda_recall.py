@@ -10,7 +10,7 @@ import pytest
 
 from engine.ops import KV_BLOCK_TOKENS, MASS_UNITS, Limits, cpu, reference
 from engine.ops.cuda import recall as recall_ops
-from engine.ops.sketches import sketch_bytes
+from engine.ops.sketches import sketch, sketch_bytes
 from tests.device_ops import DeviceOps
 from tests.ops.test_ops import same_bits, workspace
 from tests.ops.test_recall import CASES, CHOICES, Context, blank, context, twin
@@ -121,15 +121,12 @@ def test_equal_blocks_are_read_from_the_first_on(device: Any) -> None:
 @pytest.mark.parametrize(
     ("kinds", "most", "leave", "way"),
     [
-        (600, 130, -1, 0), (3, 150, -1, 1), (40, 1, -1, 2), (600, 999, MASS_UNITS // 50, 3), (9, 999, 1000, 1),
+        (600, 130, -1, 0), (3, 150, -1, 1), (40, 1, -1, 2), (600, 999, MASS_UNITS // 50, 3), (9, 999, 1000, 4),
         (600, 9, -1, 0),
     ],
 )
 def test_many_blocks(device: Any, monkeypatch: pytest.MonkeyPatch, kinds: int, most: int, leave: int, way: int) -> None:
-    """Each of the warps that choose has several runs of blocks; of so many kinds, so that some are equally good.
-
-    way: of WEIGHERS. Warps that weigh have many chunks.
-    """
+    """Of so many kinds, so that some are equally good. way: of WEIGHERS. Warps that weigh have many chunks."""
     monkeypatch.setattr(recall_ops, "WEIGHERS", recall_ops.WEIGHERS[way : way + 1])
     monkeypatch.setattr(device, "n_sm", 3)
     here = context(8, "f16", (35_000,), (1,), 6, 2, 32)
@@ -143,26 +140,56 @@ def test_many_blocks(device: Any, monkeypatch: pytest.MonkeyPatch, kinds: int, m
     assert listed[: recall.last[0, 1] // N + 1].tolist() == np.flatnonzero(chosen.chosen[0, 1]).tolist()
 
 
-@pytest.mark.parametrize(("W", "most", "leave"), [(4300, 70, -1), (4300, 999, MASS_UNITS // 20), (4301, 9, -1)])
-def test_more_blocks_than_the_threads_of_a_block_hold(device: Any, W: int, most: int, leave: int) -> None:
-    """Of a few sketches, some numbers of which are of no block; W: whose flags are words, and are not."""
-    here, rng = context(8, "f16", (3000,), (1,), 2, 1, 32), np.random.default_rng(W)
-    here.kv.k[:] *= 3
-    here.numbers = rng.integers(-1, 40, (1, W)).astype(np.int32)
-    here.positions[:], here.keep = W * N - 70, (rng.random((1, W)) < 0.01).astype(np.uint8)
-    sketches = np.zeros((41, 1, sketch_bytes(32)), np.uint8)
-    cpu.summarize(workspace(cpu.supported_isas()[-1]), here.kv, *(np.arange(40, dtype=np.int32),) * 2, sketches)
-    made = []
-    for ops, ws in ((ops_of(device, here), None), (cpu, workspace(cpu.supported_isas()[-1]))):
-        recall = blank(1, 2, 1, W)
-        limits = np.array([most], np.int32), np.array([leave], np.int32)
-        of = here.numbers, here.sequence, here.positions, *limits, here.keep, here.scale
-        ops.choose(ws, here.q, sketches, *of, recall)
-        made.append(recall)
-    for name in ("chosen", "left", "read"):
-        assert same_bits(getattr(made[0], name), getattr(made[1], name)), name
-    listed = made[0].scores.view(np.int32)[0, 0]
-    assert listed[: made[0].last[0, 0] // N + 1].tolist() == np.flatnonzero(made[1].chosen[0, 0]).tolist()
+def chosen_alone(
+    device: Any, group: int, K: int, d: int, W: int, limits: list[tuple[int, int]], few: bool = False
+) -> int:
+    """Compare choices by sketches alone, of three rows of two sequences; how many blocks the first reads at most.
+
+    limits: of the first sequence, most and leave. few: many blocks have equal sketches. Some numbers are of no block,
+    and keys and queries have what is not finite.
+    """
+    rng, H = np.random.default_rng(W + d), group * K
+    n = 24 if few else min(W, 200)
+    keys = (rng.standard_normal((n, N, K, d)) * np.exp(rng.normal(0, 0.7, d))).astype(np.float16).astype(np.float32)
+    keys[2, 5, 0, d // 2], keys[3, 1, -1, 0], keys[1, ::2] = np.nan, np.inf, 65504
+    sketches = np.zeros((n, K, sketch_bytes(d)), np.uint8)
+    for block, to in zip(keys, sketches, strict=True):
+        sketch(block, to)
+    q = (3 * rng.standard_normal((3, H, d))).astype(np.float32)
+    q[1, 0], q[1, -1, 0] = 1e30, np.nan
+    numbers, sequence = rng.integers(-1, n, (2, W)).astype(np.int32), np.array([0, 1, 0], np.int32)
+    positions = np.array([W * N - 1, rng.integers(W * N), rng.integers(W * N)], np.int32)
+    keep, most_read = (rng.random((2, W)) < 0.05).astype(np.uint8), 0
+    ops = DeviceOps(device, Limits(3, 64, H * d, 96, 301, 0, 0, n_head=H, n_ctx=W * N))
+    for most, leave in limits:
+        made = []
+        for of, ws in ((ops, None), (cpu, workspace(cpu.supported_isas()[-1]))):
+            made.append(blank(3, H, K, W))
+            bounds = np.array([most, 1], np.int32), np.array([leave, -1], np.int32)
+            with np.errstate(all="ignore"):
+                of.choose(ws, q, sketches, numbers, sequence, positions, *bounds, keep, float(d) ** -0.5, made[-1])  # type: ignore[attr-defined]
+        for name in ("chosen", "left", "read"):
+            assert same_bits(getattr(made[0], name), getattr(made[1], name)), (name, most, leave)
+        for (t, head), last in np.ndenumerate(made[0].last):
+            listed = made[0].scores.view(np.int32)[t, head, : last // N + 1]
+            assert listed.tolist() == np.flatnonzero(made[1].chosen[t, head]).tolist()
+        most_read = max(most_read, int(made[0].read[0].max()))
+    return most_read
+
+
+@pytest.mark.parametrize(
+    ("group", "K", "d", "W"),
+    [(1, 2, 23, 5), (3, 2, 44, 12), (5, 1, 20, 9), (16, 1, 264, 40), (12, 1, 512, 14), (9, 1, 130, 6), (8, 2, 256, 70)],
+)
+def test_a_choice_of_any_shape(device: Any, group: int, K: int, d: int, W: int) -> None:
+    """Widths that attention does not take, too."""
+    chosen_alone(device, group, K, d, W, [(0, -1), (2, -1), (-1, -1), (2**31 - 1, MASS_UNITS // 20), (0, 5), (1, 0)])
+
+
+@pytest.mark.parametrize(("W", "few"), [(4300, True), (4301, False), (8201, True)])
+def test_more_blocks_than_the_threads_of_a_block_hold(device: Any, W: int, few: bool) -> None:
+    """W: whose flags are words, and are not. Some rows are early in the table. Lists are longer than a block keeps."""
+    assert chosen_alone(device, 2, 1, 32, W, [(70, -1), (1500, -1), (3000, MASS_UNITS // 20)], few) > 1500
 
 
 @pytest.mark.parametrize("kv_type", ["f16", "q4_0"])

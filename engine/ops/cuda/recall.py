@@ -24,8 +24,9 @@ THREADS = 512  # WARPS of recall.cu and chosen.cu
 SUMMING_THREADS = 256
 MAX_HEAD_DIM = 512
 BLOCK_SHARED = 1 << 10  # shared memory that the driver takes beside a block's, and has beside max_shared_bytes
+SHARED_ALIGN = 128  # of what a block asks for, behind what the kernel has by itself
 # Warps of a block of weigh, sketches of each under way, and blocks of a multiprocessor.
-WEIGHERS = ((8, 2, 2), (8, 1, 1), (4, 1, 1), (2, 1, 1))
+WEIGHERS = ((8, 2, 2), (8, 1, 2), (8, 1, 1), (4, 1, 1), (2, 1, 1))
 STEP_AT = 3  # of a control block (cuda/step.cuh)
 
 
@@ -65,14 +66,14 @@ def choose(
     if H % K or H // K > MAX_GROUP or T > SMALL_TOKENS or n_bytes != sketch_bytes(head_dim):
         raise ValueError(f"a choice of {T} rows of {H} heads of {head_dim} by sketches {sketches.shape}")
     warps, stages, resident, shared = _weighing(head_dim, H // K, device.max_shared_bytes)
-    of_heads = ("HEAD_DIM", str(head_dim)), ("GROUP", str(H // K))
+    group, width = ("GROUP", str(H // K)), ("HEAD_DIM", str(head_dim))
     of_weigh = ("WEIGHERS", str(warps)), ("STAGES", str(stages)), ("RESIDENT", str(resident))
     of, shape = (blocks, sequence, positions, most), (H, W)
     n_blocks = min(-(-W // CHUNK_BLOCKS), max(1, resident * device.n_sm // (K * T)))
-    device.kernel(Module("weigh.cu", (*of_heads, *of_weigh)), "weigh")(
+    device.kernel(Module("weigh.cu", (width, group, *of_weigh)), "weigh")(
         (K, n_blocks, T), WARP * warps, (q, sketches, *of, *shape, float(scale), recall.masses), shared, overlap=True
     )
-    launch = partial(device.kernel, Module("recall.cu", of_heads))
+    launch = partial(device.kernel, Module("recall.cu", (group,)))
     launch("score")(
         (-(-W // THREADS), K, T), THREADS,
         (*of, keep, *shape, recall.masses, recall.left, recall.scores), overlap=True,
@@ -92,6 +93,7 @@ def _weighing(head_dim: int, group: int, most: int) -> tuple[int, int, int, int]
     for warps, stages, resident in WEIGHERS:
         shared = 16 * head_dim * planes + warps * (counted + stages * stage)
         static = 64 * planes * CHUNK_BLOCKS + 2 * warps * n_kept(head_dim)
+        static = -(-static // SHARED_ALIGN) * SHARED_ALIGN
         if resident * (shared + static + BLOCK_SHARED) <= most + BLOCK_SHARED:
             return warps, stages, resident, shared
     raise ValueError(f"{group} heads of {head_dim} for {most} bytes of shared memory")
