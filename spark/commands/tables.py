@@ -270,11 +270,13 @@ def show_inspection(report: PlanReport) -> None:
     for label, parts in _SIZES:
         said = [words.format(_several(sizes[key])) for key, words in parts if sizes.get(key) not in (None, 0)]
         rows += [[label, ", ".join(said)]] if said else []
-    billions = (file[key] / 1e9 for key in ("parameters", "active_parameters"))
     if file["parameters"]:
-        rows.append(["parameters", "{:,.2f} B, {:,.2f} B of them active".format(*billions)])
+        unit, name = (1e9, "B") if file["parameters"] >= 1e9 else (1e6, "M")
+        all_of, active = (f"{file[key] / unit:,.2f} {name}" for key in ("parameters", "active_parameters"))
+        rows.append(["parameters", f"{all_of}, {active} of them active"])
     split = f" in {len(file['files'])} files" if len(file["files"]) > 1 else ""
-    rows.append(["size", f"{file['bytes'] / _GIB:,.2f} GiB{split}"])
+    size = f"{file['bytes'] / _GIB:,.2f} GiB" if file["bytes"] >= _GIB else f"{file['bytes'] / (1 << 20):,.2f} MiB"
+    rows.append(["size", size + split])
     rows += _drafter_rows(file.get("drafter")) + _block_rows(file.get("block")) + _speech_rows(report)
     table(f"{report.model}", ["", ""], rows)
     tensors = [

@@ -29,7 +29,9 @@ def test_a_model_that_can_be_served(tmp_path: Path) -> None:
     assert figures["dialect"]["calls"] == "hermes" and figures["tokenizer"]["tokens"] == 6144
     small, large = figures["rows"]
     assert "GiB" in small["refusal"] and large["device_bytes"] < 4 << 30
-    for words in ("qwen3moe", "experts: down", "Q6_K", "4,096 tokens", "hermes", "<think>", "a GPU that is not here"):
+    sizes = "42.91 M, 9.88 M of them active", f"{NANO.stat().st_size / (1 << 20):.2f} MiB"
+    told = "qwen3moe", "experts: down", "Q6_K", "4,096 tokens", "hermes", "<think>", "a GPU that is not here"
+    for words in told + sizes:
         assert words in done.stdout, words
     assert done.stderr.startswith("figures written to") and "\n0.01 GiB: " in done.stderr
 
