@@ -5,8 +5,8 @@
 //   weigh       (weigh.cu) masses [T, H, 2, W]: of each block before the tail, by its chunk's top; tops and sums of the chunks
 //   score       scores of these blocks, and of all of them the top and the sum                (ceil(W / SPAN), K, T)
 //   choose      what a row reads                                                              (K, T)
-// Blocks have WARPS warps. choose writes chosen uint8 [T, K, W], left [T, H, 2], read int32 [T, K], how many blocks that are,
-// and what attention goes by: list int32 [T, K, W], the blocks that are read one after the other, and last int32 [T, K], the
+// Blocks of the last two have WARPS warps. choose writes chosen uint8 [T, K, W], left [T, H, 2], read int32 [T, K], how many
+// blocks that are, and what attention goes by: list int32 [T, K, W], the blocks that are read one after the other, and last int32 [T, K], the
 // row's position among them. Before, list is scratch for scores.
 //
 // Macro: GROUP, query heads of a KV head, at most 16.
