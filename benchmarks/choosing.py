@@ -9,6 +9,8 @@ each two neighboring channels the one that varies more; of a quarter of the chan
 *KVFlash* is the choice of Lucebox's pool of that name: one for all layers and heads, by the product of a query and the
 mean of a block's keys, brought to one length; its largest over heads, the mean over layers, from the last token of the
 step before: the prompt's at first, then once in as many tokens as are fed at a time.
+
+*One for two layers*, *for all*: the sketch, but layers read what one ahead of them has chosen, for the same KV head.
 """
 
 from __future__ import annotations
@@ -204,8 +206,42 @@ class Alike:
         return np.argsort(-ranked[1:], kind="stable")[:most] + 1
 
 
+@dataclass(frozen=True, slots=True)
+class Layers:
+    """Some layers read what one ahead of them chose as it is served, or with `latest` as many of the latest blocks.
+
+    Layer `first` chooses, and of those behind it one in `every`; those ahead of it do, too.
+    """
+
+    every: int
+    first: int = 0
+    latest: bool = False
+    _known: list[int] = field(default_factory=list)  # layers, by the addresses of their keys
+    _chosen: list[Array] = field(default_factory=list)  # the last choice
+
+    def told(self, kv: Any, chosen: Array) -> None:
+        """A layer of a step is about to run and has chosen: [T, K, W]."""
+        if kv.k.ctypes.data not in self._known:
+            self._known.append(kv.k.ctypes.data)
+        behind = self._known.index(kv.k.ctypes.data) - self.first
+        if behind < 0 or behind % self.every == 0:
+            self._chosen[:] = [chosen.copy()]
+        elif not self.latest:
+            chosen[...] = self._chosen[0]
+        else:
+            for row in chosen.reshape(-1, chosen.shape[-1]):
+                n, end = int(row.sum()), int(np.flatnonzero(row)[-1]) + 1
+                row[1:end] = np.arange(1, end) > end - n
+
+
+LAYERS = {
+    "one for all layers": Layers(1 << 30), "one for two layers": Layers(2),
+    "one for two, from the second on": Layers(2, 1), "the latest in every second": Layers(2, 1, latest=True),
+}  # fmt: skip
+
+
 @contextmanager
-def choosing(choice: Choice | Alike | None, most: int, keys: Keys, seen: Seen | None = None) -> Iterator[None]:
+def choosing(choice: Choice | Alike | Layers | None, most: int, keys: Keys, seen: Seen | None = None) -> Iterator[None]:
     """Let attention of the CPU backend read the blocks that a choice takes, `most` of those that need not be read.
 
     None: those that were chosen. seen: is told what was left out. A choice for all layers is to see the end of the
@@ -224,6 +260,8 @@ def choosing(choice: Choice | Alike | None, most: int, keys: Keys, seen: Seen | 
         T, K = len(positions), kv.k.shape[1]
         group, blocks = q.shape[1] // K, positions // KV_BLOCK_TOKENS + 1
         behind = np.maximum(blocks - 1 - TAIL_BLOCKS, 0)
+        if isinstance(choice, Layers):
+            choice.told(kv, recall.chosen)
         for t in np.flatnonzero(behind - 1 > most) if isinstance(choice, Alike) else ():
             recall.chosen[t, :, 1 : behind[t]] = 0
             recall.chosen[t, :, choice.of(int(behind[t]), most)] = 1

@@ -25,7 +25,18 @@ import numpy as np
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.choosing import BYTES, CHOICES, SKETCHES, Alike, Choice, Keys, Seen, choosing  # noqa: E402
+from benchmarks.choosing import (  # noqa: E402
+    BYTES,
+    CHOICES,
+    LAYERS,
+    SKETCHES,
+    Alike,
+    Choice,
+    Keys,
+    Layers,
+    Seen,
+    choosing,
+)  # fmt: skip
 from benchmarks.driving import note, parse_list  # noqa: E402
 from benchmarks.figures import json_option  # noqa: E402
 from benchmarks.kv_types import NANO, beside, held_out_windows  # noqa: E402
@@ -73,7 +84,7 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
     found: dict[tuple[str, float], list[tuple[F32, list[int]]]] = {}
     base: list[tuple[F32, list[int]]] = []
-    ways: dict[str, Choice | Alike | None] = {**CHOICES, KVFLASH: None, **SKETCHES}
+    ways: dict[str, Choice | Alike | Layers | None] = {**CHOICES, KVFLASH: None, **SKETCHES, **LAYERS}
     shares = [float(share) for share in parse_list(o.left_out)]
     seen = {(policy, n): Seen() for policy in ways for n in BLOCKS}
     if shares:

@@ -13,7 +13,7 @@ import torch
 from gguf import GGMLQuantizationType as QType
 
 from benchmarks import recall_quality
-from benchmarks.choosing import BYTES, CHOICES, SKETCHES, Keys, Seen, best, by_chance, choosing, masses
+from benchmarks.choosing import BYTES, CHOICES, SKETCHES, Keys, Layers, Seen, best, by_chance, choosing, masses
 from benchmarks.kv_results import recall_quality as recall_quality_section
 from benchmarks.recall_quality import Fared, Plan, Reader, cases, chosen_of, is_far, measure, verdict
 from data.nano.model import Config, Model
@@ -134,6 +134,32 @@ def test_a_reply_is_the_same_with_all_blocks_and_others_with_few(reader: Reader)
     }
     reader.drop(fork)
     reader.drop(context)
+
+
+def test_layers_read_what_another_one_chose() -> None:
+    rng, caches = np.random.default_rng(6), [SimpleNamespace(k=np.zeros(1)) for _ in range(5)]
+    chosen = [(rng.random((2, 3, 9)) < 0.5).astype(np.uint8) for _ in caches]
+    for one in chosen:
+        one[:, :, 0] = one[:, :, 6:] = 1
+
+    def read(way: Layers) -> list[np.ndarray]:
+        told = [one.copy() for one in chosen]
+        for _ in "ab":  # of two steps; an array's address is its layer
+            for kv, one in zip(caches, told, strict=True):
+                way.told(kv, one)
+        return told
+
+    def same(way: Layers) -> list[int]:
+        """Of each layer, whose choice it reads; -1: nobody's."""
+        return [next((i for i, own in enumerate(chosen) if (own == one).all()), -1) for one in read(way)]
+
+    assert same(Layers(9)) == [0] * 5 and same(Layers(2)) == [0, 0, 2, 2, 4] and same(Layers(2, 1)) == [0, 1, 1, 3, 3]
+    assert same(Layers(2, 3, latest=True)) == [0, 1, 2, 3, -1]
+    latest = read(Layers(2, 3, latest=True))[4]
+    assert (latest.sum(axis=2) == chosen[4].sum(axis=2)).all()
+    for row in latest.reshape(-1, 9):
+        n = int(row.sum())
+        assert row[0] == 1 and row[9 - n + 1 :].all()
 
 
 def test_what_is_left_out_is_counted(reader: Reader) -> None:
