@@ -199,8 +199,8 @@ Tokens that read the first block, the last four and N others, beside the same wi
 {rows_each} of each of {n} held-out prompts of {shortest:,} to {longest:,} tokens, fed as replies are, on the
 CPU backend with the bundled model. *Sketch*: the choice that is served; the others are made up in float64 over
 all keys. *Exact*: chosen by the true masses. *One for two layers*: the sketch, but every second layer reads what the
-one ahead of it chose, or as many of the latest blocks. *Bytes*: of a block's summary, by those of its keys and values in
-f16. *Left out*: the share of softmax mass of what was not read, mean. *NMSE* and *KL* (nats a token): of the
+one ahead of it chose, or as many of the latest blocks. *Bytes*: of a block's summary, by those of its keys and values
+in f16. *Left out*: the share of softmax mass of what was not read, mean. *NMSE* and *KL* (nats a token): of the
 logits. *Likeliest*: positions whose likeliest token is the same. As sketches estimate it,
 {estimated} were left out on average with N = {least}, where it was {true}; of a query's share they say {ratio} at the
 median. With as many blocks as there are the bits were those of the whole."""
