@@ -3,6 +3,7 @@
     python benchmarks/profile_step.py model.gguf --depth 512 --json data/results/profile_step.json
     python benchmarks/profile_step.py model.gguf --sequences 8
     python benchmarks/profile_step.py model.gguf --given 16
+    python benchmarks/profile_step.py model.gguf --depth 16384 --recall-blocks 64
 
 With --sequences, of a step that so many sequences share, a token each; with --given, of a step of so many tokens of one
 sequence, whose length is set back after it. `the graph alone` is such a step without what the host does between two: it
@@ -48,6 +49,7 @@ from engine.running.ahead import AHEAD_STEPS, AheadOfHost
 from engine.running.drawing import DeviceDrawer
 from engine.running.forward import GRAPH_TOKENS
 from engine.running.loaded import Loaded
+from engine.running.recall import Part
 from engine.running.reply import Reply
 from engine.running.sampling import SamplingParams
 from engine.running.stepping import Span
@@ -287,16 +289,19 @@ def main() -> None:
     parser.add_argument("--given", type=int, default=1, choices=GRAPH_TOKENS, help="tokens of one sequence in a step")
     parser.add_argument("--residency", type=float, default=100.0)
     parser.add_argument("--kv-type", default="f16", choices=KV_TYPES)
+    parser.add_argument("--recall-blocks", type=int, help="N: a token reads so many blocks of its context")
     parser.add_argument("--steps", type=int, default=8, help="decoded tokens that are traced")
     parser.add_argument("--alone", action="store_true", help="replay each kind by itself, though CUPTI would do")
     o = parser.parse_args()
     if o.sequences > 1 < o.given:
         parser.error("--given is of one sequence")
     width = o.sequences * o.given
+    if width > 1 and o.recall_blocks is not None:
+        parser.error("--recall-blocks is of a step of one token")
     config = EngineConfig(
         model=o.model, device="cuda", kv_type=o.kv_type, residency_pct=o.residency,
         policy=(policies.ALL if o.residency == 100 else policies.UNIFORM).name,
-        ctx_tokens=o.sequences * (o.depth + o.steps + 1024),
+        ctx_tokens=o.sequences * (o.depth + o.steps + 1024), kv_recall_blocks=o.recall_blocks,
     )  # fmt: skip
     engine = Engine(config)
     check_settings(config, engine.ready())
@@ -329,6 +334,7 @@ def main() -> None:
         last = np.asarray(history[-1:], np.int32)
         result = loaded.steps.run([Span(sequence, last, np.zeros(1, np.bool_), (0,))])
         reply = Reply(history, SamplingParams(), n, sequence=sequence)
+        reply.recall = None if o.recall_blocks is None else Part(o.recall_blocks)
         ahead = AheadOfHost(loaded.steps, drawer, reply, result)
         began = time.perf_counter()
         while not ahead.ended:
@@ -372,6 +378,7 @@ def main() -> None:
         write_json(o.json, {
             "model": o.model.name, "depth_tokens": o.depth, "sequences": o.sequences,
             "tokens_each": o.given, "residency_pct": o.residency, "kv_type": o.kv_type,
+            "recall_blocks": o.recall_blocks,
             "measured_by": how, "step_us": step_us, "apart_us": apart_us, "kernels_us": every, "launches": len(step),
             "rows": rows,
         })  # fmt: skip

@@ -17,8 +17,8 @@
 // max_splits, 2]. Tiles of a negative block in `table` are passed over; positions are clamped to the table. May overlap
 // the kernel ahead of it, which writes q and the cache at positions from the least of a sequence's on, and nothing else
 // that is read here. With -DHOMES=1 blocks from n_pool on lie elsewhere (homes.cuh). With -DLISTED=1 a row of head h reads
-// the blocks list[t, h], [T, K, max_blocks], and its position positions[t, h] is one among these (recall.cu, which may not
-// overlap).
+// the blocks list[t, h], [T, K, max_blocks], and its position positions[t, h] is one among these. recall.cu has just written
+// them, so each block waits first, and lets combine.cu begin behind that, which then reads them before it waits.
 #include "arithmetic.cuh"
 #include "chunks.cuh"
 #include "homes.cuh"
@@ -254,6 +254,8 @@ KERNEL __launch_bounds__(THREADS, PACKED && HEAD_DIM <= 128 ? 3 : 1) // MAX_BLOC
 attention_splits(const float* q, const u8* k, const u8* v, const u16* k_scale, const u16* v_scale, const i32* table,
                  const i32* sequence, const i32* positions, i32 T, i32 n_head, i32 n_head_kv, i32 max_blocks,
                  i32 max_splits, float scale, float* partial_o, float* partial_ml, const i32* list HOME_PARAMETERS) {
+    if (LISTED)
+        dependency_wait();
     dependency_release();
     DYNAMIC_SHARED(u8, memory);
     __shared__ Chunk chunks[MAX_TOKENS];
@@ -347,7 +349,7 @@ attention_splits(const float* q, const u8* k, const u8* v, const u16* k_scale, c
             const Chunk& from = chunks[loading.chunk];
             const i32 physical = __shfl_sync(FULL_WARP, entries, loading.block / SHARES - entries0);
             const i32 valid = physical < 0 ? 0 : from.last + 1 - loading.block * KV_TILE;
-            const i32 fresh = from.fresh - loading.block * KV_TILE;
+            const i32 fresh = LISTED ? KV_TILE : from.fresh - loading.block * KV_TILE;
             const CachedBlock block = cached_block(max(physical, 0), {k, v, k_scale, v_scale} HOME_ARGUMENTS);
             const i64 first_slot = (i64)block.index * KV_BLOCK + loading.block % SHARES * KV_TILE;
             missing |= early && fresh < KV_TILE;
@@ -366,7 +368,8 @@ attention_splits(const float* q, const u8* k, const u8* v, const u16* k_scale, c
 #pragma unroll 1
     for (i32 turn = 0;; turn++) {
         if (turn == AHEAD) {
-            dependency_wait();
+            if (!LISTED)
+                dependency_wait();
             if (missing)
                 loading = at, entries = first_entries, entries0 = at.block / SHARES, loading_slot = 0;
             else

@@ -6,9 +6,11 @@
 // them; out [T, H * HEAD_DIM]; gate [T, H] or, unless GATE_BY_HEAD, [T, H * HEAD_DIM]. Unless q8
 // is null, H * HEAD_DIM is a multiple of 32, and q8 [T, H * HEAD_DIM], d and sums [T, H * HEAD_DIM / 32] get the row in
 // 8 bits (`quantize_activations` of engine/ops/arithmetic.py). With -DLISTED=1 positions are [T, H / group], and missed
-// [T, H] gets the share of a query's mass that blocks have which were not read, by what recall.cu left of them, left
-// [T, H, 2]. May overlap the kernel ahead of it, which does not write the positions.
+// [T, H] gets the share of a query's mass that blocks have which were not read: by masses, list and left as recall.cu left
+// them, of which left [T, H, 2] then has the top and the mass of these blocks. May overlap the kernel ahead of it, which
+// does not write the positions, and with LISTED has waited for who did.
 #include "gate.cuh"
+#include "recall.cuh"
 #include "splits.cuh"
 
 #ifndef LISTED
@@ -17,11 +19,24 @@
 
 constexpr i32 WARPS = 8, MINE = (MOST_SPLITS + WARPS - 1) / WARPS;
 
+#if LISTED
+// The mass of the first n blocks of a list, for all lanes. mass: of a head's blocks, then the tops of their chunks.
+DEVICE float mass_of(const float* mass, const i32* list, i32 n, i32 width, float top) {
+    float sum = 0.0f;
+#pragma unroll 4
+    for (i32 i = threadIdx.x % WARP; i < n; i += WARP) {
+        const i32 b = list[i];
+        sum = sum + mass[b] * factor_of(mass[width + b / CHUNK], top);
+    }
+    return fold(sum);
+}
+#endif
+
 // A lane has one element of the output. Warp w folds splits w, w + 8 ...; then the warps' results are folded in order.
 KERNEL __launch_bounds__(WARPS* WARP)
 attention_combine(const float* partial_o, const float* partial_ml, const i32* positions, i32 n_head, i32 group,
-                  i32 max_blocks, i32 max_splits, float* out, i8* q8, float* d, i32* sums, const float* gate, const float* left,
-                  float* missed) {
+                  i32 max_blocks, i32 max_splits, float* out, i8* q8, float* d, i32* sums, const float* gate,
+                  const float* masses, const i32* list, float* left, float* missed) {
     dependency_release();
     __shared__ float warp_m[WARPS][WARP], warp_l[WARPS][WARP], warp_o[WARPS][WARP];
     const i32 warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
@@ -32,6 +47,21 @@ attention_combine(const float* partial_o, const float* partial_ml, const i32* po
     const float2* const from_ml = (const float2*)partial_ml + pair;
     const i32 row = LISTED ? t * (n_head / group) + element / HEAD_DIM / group : t;
     const i32 n = count_splits(clamped_position(positions[row], max_blocks));
+#if LISTED
+    const bool is_first = element % HEAD_DIM == 0 && (i32)blockIdx.x * WARP + lane < width;
+    if (warp == WARPS - 1) // what is left of the heads that begin here, while attention runs
+        for (u32 firsts = __ballot_sync(FULL_WARP, is_first); firsts; firsts &= firsts - 1) {
+            const i32 head = ((i32)blockIdx.x * WARP + __ffs((i32)firsts) - 1) / HEAD_DIM;
+            const i64 of = (i64)t * n_head + head, of_kv = (i64)t * (n_head / group) + head / group;
+            const float top = left[2 * of], total = left[2 * of + 1];
+            if (total == 0.0f)
+                continue;
+            const i32 n_behind = positions[of_kv] / KV_BLOCK - TAIL_BLOCKS; // of the list, what lies before the tail
+            const float read = mass_of(masses + of * 2 * max_blocks, list + of_kv * max_blocks, n_behind, max_blocks, top);
+            if (lane == 0)
+                left[2 * of + 1] = total - read < 0.0f ? 0.0f : total - read;
+        }
+#endif
     dependency_wait();
 
     float2 ml[MINE];
@@ -76,7 +106,7 @@ attention_combine(const float* partial_o, const float* partial_ml, const i32* po
             o = __fmaf_rn(warp_o[i][lane], other, o);
         }
 #if LISTED
-    if (element % HEAD_DIM == 0 && (i32)blockIdx.x * WARP + lane < width) {
+    if (is_first) {
         const i64 row = (i64)t * n_head + element / HEAD_DIM;
         const float of = left[2 * row + 1], mass = of * exp2_fast(left[2 * row] * 0x1.715476p+0f - top);
         missed[row] = of == 0.0f ? 0.0f : 1.0f / (1.0f + l / P_SCALE / mass);

@@ -5,9 +5,11 @@
 //   weigh       (weigh.cu) masses [T, H, 2, W]: of each block before the tail, by its chunk's top; tops and sums of the chunks
 //   score       scores of these blocks, and of all of them the top and the sum                (ceil(W / SPAN), K, T)
 //   choose      what a row reads                                                              (K, T)
-// Blocks of the last two have WARPS warps. choose writes chosen uint8 [T, K, W], left [T, H, 2], read int32 [T, K], how many
-// blocks that are, and what attention goes by: list int32 [T, K, W], the blocks that are read one after the other, and last int32 [T, K], the
-// row's position among them. Before, list is scratch for scores.
+// Blocks of the last two have WARPS warps. choose writes chosen uint8 [T, K, W], read int32 [T, K], how many blocks that are, and
+// what attention goes by: list int32 [T, K, W], the blocks that are read one after the other, and last int32 [T, K], the row's
+// position among them. Before, list is scratch for scores. left [T, H, 2] gets the top and the sum of all masses, or no mass where
+// nothing is left out; combine.cu takes off what is read. Sketches, keep and all that says which rows there are is older than the
+// step, so it is read before what the kernel ahead leaves is there.
 //
 // Macro: GROUP, query heads of a KV head, at most 16.
 #include "recall.cuh"
@@ -18,10 +20,6 @@ constexpr i32 WARPS = 16, SPAN = WARPS * WARP; // blocks of a thread block of `s
 struct Whole {
     float top, total;
 };
-
-DEVICE float factor_of(float top_of_chunk, float top) {
-    return top_of_chunk == LEAST ? 0.0f : decay(top_of_chunk - top);
-}
 
 DEVICE Whole whole_of(const float* chunks, i32 n, i32 n_most) {
     constexpr i32 LOADS = 16; // under way, of both
@@ -59,20 +57,21 @@ KERNEL __launch_bounds__(WARPS * WARP)
 score(const i32* blocks, const i32* sequence, const i32* positions, const i32* most, const u8* keep, i32 n_head,
       i32 width, const float* masses, float* left, i32* scores) {
     dependency_release();
-    dependency_wait();
     __shared__ float factors[GROUP][SPAN / CHUNK], inverse[GROUP]; // of chunks; one by the sum of all
     const i32 lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
     const i32 head = blockIdx.y, n_head_kv = gridDim.y, t = blockIdx.z, s = sequence[t];
     const i32 behind = max(positions[t] / KV_BLOCK - TAIL_BLOCKS, 0), b = blockIdx.x * SPAN + threadIdx.x;
     const i32 n_chunks = (behind + CHUNK - 1) / CHUNK, most_chunks = (width + CHUNK - 1) / CHUNK;
-    if (most[s] < 0 || behind <= (i32)blockIdx.x * SPAN)
+    const bool is_read = most[s] >= 0 && behind > (i32)blockIdx.x * SPAN;
+    const bool is_kept = b == 0 || b >= behind || keep[(i64)s * width + b] || blocks[(i64)s * width + b] < 0;
+    dependency_wait();
+    if (!is_read)
         return;
     masses += ((i64)t * n_head + head * GROUP) * 2 * width, left += ((i64)t * n_head + head * GROUP) * 2;
     float mass[GROUP]; // loads that nothing waits for yet
 #pragma unroll
     for (i32 h = 0; h < GROUP; h++)
         mass[h] = b < behind ? masses[2 * h * width + b] : 0.0f;
-    const bool is_kept = b == 0 || b >= behind || keep[(i64)s * width + b] || blocks[(i64)s * width + b] < 0;
     for (i32 h = warp; h < GROUP; h += WARPS) {
         const float* const chunks = masses + 2 * h * width + width;
         const Whole whole = whole_of(chunks, n_chunks, most_chunks);
@@ -109,7 +108,7 @@ DEVICE i32 sum_of_block(i32 own, i32 (&sums)[WARPS]) {
     return sum;
 }
 
-constexpr i32 DIGIT_BITS = 11, DIGITS = 1 << DIGIT_BITS, OWN = 8, LISTED = 1024;
+constexpr i32 DIGIT_BITS = 11, DIGITS = 1 << DIGIT_BITS, OWN = 8;
 static_assert(DIGITS == 4 * WARPS * WARP, "a thread has four counts");
 
 // A row's scores: OWN of a thread in a row, in registers unless there are more than all threads have.
@@ -138,7 +137,7 @@ struct Scores {
     }
     // f(block, score), of what is no candidate too.
     template <class F>
-    __device__ void each(const F& f) {
+    __device__ __forceinline__ void each(const F& f) {
 #pragma unroll 1
         for (i32 from = 0; from < behind; from += AT_ONCE) {
             if (behind > AT_ONCE)
@@ -172,12 +171,10 @@ DEVICE u32 sum_before(u32 own, u32 (&sums)[WARPS], u32& all) {
     return before;
 }
 
-KERNEL __launch_bounds__(WARPS * WARP)
+KERNEL __launch_bounds__(WARPS * WARP, 1)
 choose(const i32* sequence, const i32* positions, const i32* most, const i32* leave, i32 n_head, i32 width,
        const float* masses, u8* chosen, float* left, i32* read, i32* list, i32* last) {
-    dependency_release();
-    dependency_wait();
-    __shared__ i32 found[3], sums[WARPS], order[LISTED]; // order: the first of the list
+    __shared__ i32 found[3], sums[WARPS];
     __shared__ u32 halves[2][WARPS];
     __shared__ int4 room[GROUP * 64 > DIGITS / 4 ? GROUP * 64 : DIGITS / 4]; // of one of these, then the other
     u32(*const units)[256] = (u32(*)[256])room;
@@ -191,29 +188,14 @@ choose(const i32* sequence, const i32* positions, const i32* most, const i32* le
     chosen += ((i64)t * n_head_kv + head) * width, list += ((i64)t * n_head_kv + head) * width;
     masses += first * 2 * width, left += first * 2, read += t * n_head_kv + head, last += t * n_head_kv + head;
 
-    i32 wanted = most[s], candidates = 0;
-    Scores scores(list, wanted < 0 ? 0 : behind, width % 4 == 0);
-    scores.each([&](i32, i32 score) { candidates += score >= 0; });
-    candidates = sum_of_block(candidates, sums);
-    const i32 may_leave = leave[s];
-    const bool all = wanted < 0 || !candidates || (may_leave < 0 && candidates <= wanted);
-    if (all) {
-#pragma unroll 1
-        for (i32 b = threadIdx.x; b < width; b += n_threads)
-            chosen[b] = b <= row_block;
-#pragma unroll 1
-        for (i32 b = threadIdx.x; b <= row_block; b += n_threads)
-            list[b] = b;
-        for (i32 h = threadIdx.x; h < GROUP; h += n_threads)
-            left[2 * h] = LEAST, left[2 * h + 1] = 0.0f;
-        if (threadIdx.x == 0)
-            *last = position, *read = row_block + 1;
-        return;
-    }
-
-    wanted = min(wanted, candidates);
-    if (may_leave >= 0) { // the largest `least`, byte by byte, below which no head has more units than it may leave
-        u32 least = 0;
+    const i32 most_read = most[s], may_leave = leave[s];
+    i32 wanted = most_read; // of the candidates
+    ((int4*)counts)[threadIdx.x] = make_int4(0, 0, 0, 0);
+    __syncthreads();
+    dependency_wait();
+    Scores scores(list, most_read < 0 ? 0 : behind, width % 4 == 0);
+    if (may_leave >= 0 && most_read >= 0) {
+        u32 least = 0; // the largest, byte by byte, below which no head has more units than it may leave
         for (i32 h = threadIdx.x; h < GROUP; h += n_threads)
             below[h] = 0, inverse[h] = 1.0f / left[2 * h + 1];
 #pragma unroll 1
@@ -272,15 +254,15 @@ choose(const i32* sequence, const i32* positions, const i32* most, const i32* le
         i32 needed = 0;
         scores.each([&](i32, i32 score) { needed += score >= (i32)least; });
         wanted = min(wanted, sum_of_block(needed, sums));
+        ((int4*)counts)[threadIdx.x] = make_int4(0, 0, 0, 0);
+        __syncthreads();
     }
 
     // The `wanted`-th largest score, eleven bits at a time; how many of its like are read. Where all that begin alike are
     // read, nobody need have the bound.
-    i32 bound = wanted ? 0 : 0x7fffffff, ties = wanted;
-    ((int4*)counts)[threadIdx.x] = make_int4(0, 0, 0, 0);
-    __syncthreads();
+    i32 candidates = 0, bound = 0, ties = 0;
 #pragma unroll 1
-    for (i32 above = 31; above && wanted;) { // bits from there on are known
+    for (i32 above = 31; above;) { // bits from there on are known
         const i32 shift = max(above - DIGIT_BITS, 0), mask = (1 << (above - shift)) - 1;
         const i32 known = above < 31 ? bound >> above : 0;
         scores.each([&](i32, i32 score) {
@@ -301,10 +283,19 @@ choose(const i32* sequence, const i32* positions, const i32* most, const i32* le
         if (lane == 0)
             sums[warp] = from;
         __syncthreads();
-        i32 larger = from - mine;
+        i32 larger = from - mine, all = 0;
 #pragma unroll
-        for (i32 i = 0; i < WARPS; i++)
+        for (i32 i = 0; i < WARPS; i++) {
             larger += i > warp ? sums[i] : 0;
+            all += sums[i];
+        }
+        if (above == 31) {
+            candidates = all, wanted = ties = min(wanted, all);
+            if (!wanted || (may_leave < 0 && all <= most_read)) {
+                bound = 0x7fffffff;
+                break;
+            }
+        }
         if (larger < ties && larger + mine >= ties) {
             const i32 n[4] = {four.x, four.y, four.z, four.w};
 #pragma unroll
@@ -322,6 +313,21 @@ choose(const i32* sequence, const i32* positions, const i32* most, const i32* le
             bound--, ties = 0;
             break;
         }
+    }
+
+    dependency_release(); // not before: attention would lie in wait on multiprocessors that weigh has not left, and be slower
+    if (!candidates || (may_leave < 0 && candidates <= most_read)) {
+#pragma unroll 1
+        for (i32 b = threadIdx.x; b < width; b += n_threads)
+            chosen[b] = b <= row_block;
+#pragma unroll 1
+        for (i32 b = threadIdx.x; b <= row_block; b += n_threads)
+            list[b] = b;
+        for (i32 h = threadIdx.x; h < GROUP; h += n_threads)
+            left[2 * h] = LEAST, left[2 * h + 1] = 0.0f;
+        if (threadIdx.x == 0)
+            *last = position, *read = row_block + 1;
+        return;
     }
 
     // The list, in order, in the place of scores: what a thread has of these it has read when the first is written over.
@@ -347,12 +353,8 @@ choose(const i32* sequence, const i32* positions, const i32* most, const i32* le
             tie += is;
         }
 #pragma unroll 1
-        for (u32 reads = flags; reads; reads &= reads - 1, at++) {
-            const i32 b = b0 + __ffs((i32)reads) - 1;
-            list[at] = b;
-            if (at < LISTED)
-                order[at] = b;
-        }
+        for (u32 reads = flags; reads; reads &= reads - 1, at++)
+            list[at] = b0 + __ffs((i32)reads) - 1;
         const auto bits_before = [&](i32 b) { return (1u << min(max(b - b0, 0), OWN)) - 1; };
         flags |= bits_before(row_block + 1) & ~bits_before(behind);
         if (width % 4 == 0) {
@@ -380,22 +382,7 @@ choose(const i32* sequence, const i32* positions, const i32* most, const i32* le
         *last = (n_listed + row_block - behind) * KV_BLOCK + position % KV_BLOCK;
         *read = n_listed + row_block - behind + 1;
     }
-    __syncthreads(); // the list is there
-    if (wanted == candidates) {
+    if (wanted == candidates) // nothing is left out
         for (i32 h = threadIdx.x; h < GROUP; h += n_threads)
             left[2 * h] = LEAST, left[2 * h + 1] = 0.0f;
-        return;
-    }
-    for (i32 h = warp; h < GROUP; h += WARPS) {
-        const float *const mass = masses + 2 * h * width, *const chunks = mass + width;
-        float sum = 0.0f;
-#pragma unroll 2
-        for (i32 i = lane; i < n_listed; i += WARP) {
-            const i32 b = i < LISTED ? order[i] : list[i];
-            sum = sum + mass[b] * factor_of(chunks[b / CHUNK], left[2 * h]);
-        }
-        const float rest = left[2 * h + 1] - fold(sum);
-        if (lane == 0)
-            left[2 * h + 1] = rest < 0.0f ? 0.0f : rest;
-    }
 }

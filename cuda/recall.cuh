@@ -1,12 +1,12 @@
 // What the kernels of recall share: the parts of a sketch (engine/ops/sketches.py), and masses (docs/arithmetic.md, "Recall").
-// Macro: HEAD_DIM, at most 512, where sketches are read or made.
+// Macros, where sketches are read or made: SKETCHES, and HEAD_DIM, at most 512.
 #pragma once
 
 #include "arithmetic.cuh"
 
 constexpr i32 KV_BLOCK = 64, TAIL_BLOCKS = 3; // engine/ops/__init__.py
 
-#ifdef HEAD_DIM
+#ifdef SKETCHES
 // The parts of a sketch (engine/ops/sketches.py): codes of the kept channels from byte 0 on, and where the others begin.
 constexpr i32 KEPT = HEAD_DIM / 2, RANKS = 16, WORDS = (KEPT + RANKS - 1) / RANKS, MASKS = (HEAD_DIM + WARP - 1) / WARP;
 constexpr i32 MASK_AT = WORDS * KV_BLOCK * 4, BASE_AT = MASK_AT + 4 * MASKS, STEP_AT = BASE_AT + 2 * HEAD_DIM;
@@ -32,3 +32,6 @@ DEVICE float decay(float x) {
         exponential_fraction(x, shifted - ROUNDING) * __int_as_float((__float_as_int(shifted) << 23) + 0x3f800000);
     return x < -87.0f ? 0.0f : result;
 }
+
+// What a chunk's masses are multiplied with to have the top of all.
+DEVICE float factor_of(float top_of_chunk, float top) { return top_of_chunk == LEAST ? 0.0f : decay(top_of_chunk - top); }

@@ -4,6 +4,7 @@
 // Macros: HEAD_DIM, K_TYPE (kv_types.cuh), HOMES (homes.cuh), SUMMING_THREADS.
 #include "homes.cuh"
 #include "kv_types.cuh"
+#define SKETCHES
 #include "recall.cuh"
 
 constexpr u16 NAN_HALF = 0x7e00;

@@ -7,6 +7,7 @@
 //
 // Macros: HEAD_DIM; GROUP, query heads of a KV head, at most 16; WEIGHERS, 8, 4 or 2; STAGES, sketches of a warp under way;
 // RESIDENT, how many blocks a multiprocessor has at a time.
+#define SKETCHES
 #include "recall.cuh"
 
 constexpr i32 TILES = KV_BLOCK / 16, QUADS = (WORDS + 3) / 4; // of keys; of words
@@ -240,7 +241,6 @@ KERNEL __launch_bounds__(WEIGHERS * WARP, RESIDENT)
 weigh(const float* q, const u8* sketches, const i32* blocks, const i32* sequence, const i32* positions, const i32* most,
       i32 n_head, i32 width, float scale, float* masses) {
     dependency_release();
-    dependency_wait();
     __shared__ float zs[2][PLANES * 4][CHUNK], tops[2][PLANES * 4][CHUNK];
     __shared__ u16 ranked[WEIGHERS][KEPT];
     DYNAMIC_SHARED(u8, memory);
@@ -251,8 +251,10 @@ weigh(const float* q, const u8* sketches, const i32* blocks, const i32* sequence
     const i32 head = blockIdx.x, n_head_kv = gridDim.x, row = blockIdx.z, s = sequence[row];
     const i32 behind = max(positions[row] / KV_BLOCK - TAIL_BLOCKS, 0), n_chunks = (behind + CHUNK - 1) / CHUNK;
     const i64 first = (i64)row * n_head + head * GROUP; // of the query heads
-    if (most[s] < 0 || n_chunks <= (i32)blockIdx.y)
+    if (most[s] < 0 || n_chunks <= (i32)blockIdx.y) {
+        dependency_wait(); // kernels behind this one count on those ahead of it
         return;
+    }
     // The n-th block of keys of the warp.
     const auto place = [&](i32 n) {
         return ((i32)blockIdx.y + n / BLOCKS * (i32)gridDim.y) * CHUNK + warp + n % BLOCKS * WEIGHERS;
@@ -273,13 +275,9 @@ weigh(const float* q, const u8* sketches, const i32* blocks, const i32* sequence
 #pragma unroll
     for (i32 n = 0; n < STAGES; n++)
         issue(n);
-    for (i32 i = threadIdx.x; i < PLANES * 4 * HEAD_DIM; i += WEIGHERS * WARP) {
-        const i32 h = i / HEAD_DIM, c = i % HEAD_DIM;
-        ((float*)queries)[(h / 4 * HEAD_DIM + c) * 4 + h % 4] = h < GROUP ? q[(first + h) * HEAD_DIM + c] : 0.0f;
-    }
     for (i32 i = lane; i < HEADS * COUNTED; i += WARP) // what is behind the last rank stays 0
         counted[i] = make_int4(0, 0, 0, 0);
-    __syncthreads();
+    __syncwarp();
     i32 n = 0;
 #pragma unroll 1
     for (i32 chunk = blockIdx.y, turn = 0; chunk < n_chunks; chunk += gridDim.y, turn++) {
@@ -292,13 +290,23 @@ weigh(const float* q, const u8* sketches, const i32* blocks, const i32* sequence
                 ids = own_ids(n);
             copies_wait<STAGES - 1>();
             __syncwarp(); // what other lanes have brought is there
-            if (__shfl_sync(FULL_WARP, ids, n % WARP) < 0) {
+            const u8* const stage = stages + n % STAGES * STAGE;
+            const bool there = __shfl_sync(FULL_WARP, ids, n % WARP) >= 0;
+            Channels channels;
+            if (there)
+                load_channels(stage, ranked[warp], channels);
+            if (n == 0) { // sketches are as old as the step, queries are not
+                dependency_wait();
+                for (i32 i = threadIdx.x; i < PLANES * 4 * HEAD_DIM; i += WEIGHERS * WARP) {
+                    const i32 h = i / HEAD_DIM, c = i % HEAD_DIM;
+                    ((float*)queries)[(h / 4 * HEAD_DIM + c) * 4 + h % 4] = h < GROUP ? q[(first + h) * HEAD_DIM + c] : 0.0f;
+                }
+                __syncthreads();
+            }
+            if (!there) {
                 for (i32 h = lane; h < GROUP; h += WARP)
                     z_to[h][i] = -1.0f, top_to[h][i] = LEAST;
             } else {
-                const u8* const stage = stages + n % STAGES * STAGE;
-                Channels channels;
-                load_channels(stage, ranked[warp], channels);
 #pragma unroll 1
                 for (i32 h0 = 0; h0 < GROUP; h0 += HEADS) {
                     float unit[2] = {}, rest[2] = {};

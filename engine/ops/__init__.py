@@ -120,7 +120,7 @@ class Recall:
 
     W is the width of the block tables. chosen: uint8 [T, K, W], 1 where a KV head's queries read a logical block.
     left: float32 [T, H, 2], of the blocks that are not read the largest score of a key as sketched, and the masses
-    beside it.
+    beside it; on a device attention takes off what is read.
     missed: float32 [T, H], written by attention: the share of a query's mass that these blocks have, as estimated.
     read: int32 [T, K], how many blocks that are. masses float32 [T, H, 2, W] and scores float32 [T, K, W] are scratch.
     On a device `scores` is where attention finds the blocks to read, int32, one after the other, and last, int32

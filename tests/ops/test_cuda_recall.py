@@ -8,8 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from engine.ops import KV_BLOCK_TOKENS, MASS_UNITS, Limits, cpu, reference
+from engine.ops import KV_BLOCK_TOKENS, MASS_UNITS, Limits, Recall, cpu, reference
 from engine.ops.cuda import recall as recall_ops
+from engine.ops.cuda.attention import COMBINE_THREADS
+from engine.ops.cuda.device import Module
 from engine.ops.sketches import sketch, sketch_bytes
 from tests.device_ops import DeviceOps
 from tests.ops.test_ops import same_bits, workspace
@@ -140,6 +142,19 @@ def test_many_blocks(device: Any, monkeypatch: pytest.MonkeyPatch, kinds: int, m
     assert listed[: recall.last[0, 1] // N + 1].tolist() == np.flatnonzero(chosen.chosen[0, 1]).tolist()
 
 
+def take_off(device: Any, recall: Recall, d: int) -> None:
+    """What attention does to `left`: by its second kernel alone, which takes heads of any size."""
+    (T, H, _), W = recall.left.shape, recall.chosen.shape[2]
+    zeros = device.upload(np.zeros((T, H, d), np.float32))
+    there = [device.upload(a) for a in (recall.last, recall.masses, recall.scores, recall.left, recall.missed)]
+    module = Module("combine.cu", (("HEAD_DIM", str(d)), ("SPLITS", "1"), ("LISTED", "1")))
+    out = device.upload(np.zeros((T, H * d), np.float32))
+    arguments = zeros, zeros, there[0], H, H // recall.read.shape[1], W, 1, out
+    kernel = device.kernel(module, "attention_combine")
+    kernel((-(-H * d // 32), T), COMBINE_THREADS, (*arguments, None, None, None, None, *there[1:]))
+    recall.left[...] = device.read(there[3])
+
+
 def chosen_alone(
     device: Any, group: int, K: int, d: int, W: int, limits: list[tuple[int, int]], few: bool = False
 ) -> int:
@@ -168,6 +183,7 @@ def chosen_alone(
             bounds = np.array([most, 1], np.int32), np.array([leave, -1], np.int32)
             with np.errstate(all="ignore"):
                 of.choose(ws, q, sketches, numbers, sequence, positions, *bounds, keep, float(d) ** -0.5, made[-1])  # type: ignore[attr-defined]
+        take_off(device, made[0], d)
         for name in ("chosen", "left", "read"):
             assert same_bits(getattr(made[0], name), getattr(made[1], name)), (name, most, leave)
         for (t, head), last in np.ndenumerate(made[0].last):

@@ -184,11 +184,12 @@ class Attention:
                     *(*partial, recall and recall.scores[rows], *home_arguments(self.device, kv)),
                 ),
                 plan.shared_bytes,
-                # It would read ahead of who writes them: a block's own keys, what has just been staged, and the lists.
-                overlap and not as_block and kv.homes is None and recall is None,
+                # It would read ahead of who writes them: a block's own keys, and what has just been staged.
+                overlap and not as_block and kv.homes is None,
             )
-            more = [None, None, None, None if gate is None else gate[rows]]
-            more += [None, None] if recall is None else [recall.left[rows], recall.missed[rows]]
+            more = [None, None, None, None if gate is None else gate[rows], None, None, None, None]
+            if recall is not None:
+                more[4:] = recall.masses[rows], recall.scores[rows], recall.left[rows], recall.missed[rows]
             if quantized is not None:
                 more[:3] = quantized.q[rows], quantized.d[rows], quantized.sums[rows]
             combine = Module("combine.cu", (flags[0], *splits, *gating))
