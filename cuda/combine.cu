@@ -25,8 +25,8 @@ DEVICE float mass_of(const float* mass, const i32* list, i32 n, i32 width, float
     float sum = 0.0f;
 #pragma unroll 4
     for (i32 i = threadIdx.x % WARP; i < n; i += WARP) {
-        const i32 b = list[i];
-        sum = sum + mass[b] * factor_of(mass[width + b / CHUNK], top);
+        const i32 b = load_fresh(list + i);
+        sum = sum + load_fresh(mass + b) * factor_of(load_fresh(mass + width + b / CHUNK), top);
     }
     return fold(sum);
 }
@@ -46,20 +46,20 @@ attention_combine(const float* partial_o, const float* partial_ml, const i32* po
     const float* const from_o = partial_o + pair * HEAD_DIM + element % HEAD_DIM;
     const float2* const from_ml = (const float2*)partial_ml + pair;
     const i32 row = LISTED ? t * (n_head / group) + element / HEAD_DIM / group : t;
-    const i32 n = count_splits(clamped_position(positions[row], max_blocks));
+    const i32 n = count_splits(clamped_position(LISTED ? load_fresh(positions + row) : positions[row], max_blocks));
 #if LISTED
+    __shared__ float rests[WARP]; // the mass of what a head does not read, by the lane of its first element
     const bool is_first = element % HEAD_DIM == 0 && (i32)blockIdx.x * WARP + lane < width;
-    if (warp == WARPS - 1) // what is left of the heads that begin here, while attention runs
+    if (warp == WARPS - 1) // while attention runs
         for (u32 firsts = __ballot_sync(FULL_WARP, is_first); firsts; firsts &= firsts - 1) {
-            const i32 head = ((i32)blockIdx.x * WARP + __ffs((i32)firsts) - 1) / HEAD_DIM;
+            const i32 from = __ffs((i32)firsts) - 1, head = ((i32)blockIdx.x * WARP + from) / HEAD_DIM;
             const i64 of = (i64)t * n_head + head, of_kv = (i64)t * (n_head / group) + head / group;
-            const float top = left[2 * of], total = left[2 * of + 1];
-            if (total == 0.0f)
-                continue;
-            const i32 n_behind = positions[of_kv] / KV_BLOCK - TAIL_BLOCKS; // of the list, what lies before the tail
-            const float read = mass_of(masses + of * 2 * max_blocks, list + of_kv * max_blocks, n_behind, max_blocks, top);
-            if (lane == 0)
-                left[2 * of + 1] = total - read < 0.0f ? 0.0f : total - read;
+            const float top = load_fresh(left + 2 * of), total = load_fresh(left + 2 * of + 1);
+            const i32 n_listed = load_fresh(positions + of_kv) / KV_BLOCK + 1;
+            const i32 n_behind = total == 0.0f ? 0 : n_listed - (TAIL_BLOCKS + 1); // the tail comes last
+            const float* const mass = masses + of * 2 * max_blocks;
+            const float rest = total - mass_of(mass, list + of_kv * max_blocks, n_behind, max_blocks, top);
+            rests[from] = rest < 0.0f ? 0.0f : rest;
         }
 #endif
     dependency_wait();
@@ -108,8 +108,9 @@ attention_combine(const float* partial_o, const float* partial_ml, const i32* po
 #if LISTED
     if (is_first) {
         const i64 row = (i64)t * n_head + element / HEAD_DIM;
-        const float of = left[2 * row + 1], mass = of * exp2_fast(left[2 * row] * 0x1.715476p+0f - top);
-        missed[row] = of == 0.0f ? 0.0f : 1.0f / (1.0f + l / P_SCALE / mass);
+        const float rest = rests[lane], mass = rest * exp2_fast(left[2 * row] * 0x1.715476p+0f - top);
+        left[2 * row + 1] = rest;
+        missed[row] = rest == 0.0f ? 0.0f : 1.0f / (1.0f + l / P_SCALE / mass);
     }
 #endif
     const float result = gated(o / l, gate, (i64)t * n_head + element / HEAD_DIM, element % HEAD_DIM);

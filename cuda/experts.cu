@@ -504,7 +504,9 @@ KERNEL __launch_bounds__(RANKS * WARP, FOUND ? 32 / RANKS : 0)
     const i32 row0 = blockIdx.x * UNITS * ROWS, row = row0 + threadIdx.x, t = blockIdx.y;
     u8* const base = shared + warp * (HeldRow<DOWN>::base_bytes() + STAGES * stage_bytes);
     const bool valid = threadIdx.x < UNITS * ROWS && row < D, is_beside = RANKS > USED && warp == USED;
-    dependency_release();
+    constexpr bool IS_LATE = RANKS == USED || FOUND; // ptx.cuh
+    if (!IS_LATE)
+        dependency_release();
     // The source of the down part, its target, and whether there is such a record: as fetch_record, no more than needed.
     __shared__ u64 words[RANKS][3 + JOBS];
     i32 place = warp;
@@ -544,6 +546,8 @@ KERNEL __launch_bounds__(RANKS * WARP, FOUND ? 32 / RANKS : 0)
         last.begin();
     fill_grids<DOWN, BESIDE_DOWN>();
     dependency_wait();
+    if (IS_LATE)
+        dependency_release();
     float* const to = x + (i64)t * D + row;
     const float old = add && valid ? *to : 0.0f;
     if (lane == 0)

@@ -156,6 +156,7 @@ DEVICE uint4 load_shared16(const void* p) {
 // What another SM or the host may have changed since the kernel began.
 DEVICE i32 load_fresh(const i32* p) { return *(const volatile i32*)p; }
 DEVICE u64 load_fresh(const u64* p) { return *(const volatile u64*)p; }
+DEVICE float load_fresh(const float* p) { return *(const volatile float*)p; }
 
 // To host memory that the host polls: one store of 8 bytes, after everything this thread wrote before.
 DEVICE void store_system(u64* p, u64 v) { asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(p), "l"(v) : "memory"); }
@@ -208,7 +209,9 @@ DEVICE void stamp() {
 
 // A kernel that is launched with `overlap` may begin before the one ahead of it has ended. It must call
 // dependency_wait before it reads what that one writes, and before it writes anything; until then it may load what
-// nobody changes. dependency_release lets the kernel behind begin: call it early, it promises nothing about data.
+// nobody changes. dependency_release lets the kernel behind begin; it promises nothing about data. Called early, it lets
+// blocks of the kernel behind lie in wait, and those of the next one, where they take room and bytes from who still works:
+// some kernels call it late, when what they waited for is there (docs/cuda.md has which, and what it was worth).
 DEVICE void dependency_wait() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.wait;" ::: "memory");

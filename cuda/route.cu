@@ -388,8 +388,10 @@ KERNEL __launch_bounds__(MOST_THREADS) route(const float* logits, int T, int ren
                      expert_ptr + layer * EXPERTS * 3, home_ptr + layer * EXPERTS * 3, slot_ptr};
     // The first rows are the last warps', which weigh them while the first ones write the active table.
     const int first = n_warps - 1 - i / WARP;
+    const bool is_late = T > 1 || EXPERTS <= 128; // ptx.cuh
+    if (!is_late)
+        dependency_release();
     // The tables of this layer were last written a token ago: they are loaded while the router still computes.
-    dependency_release();
     const int begin = slot_begin[layer], end = slot_begin[layer + 1];
     const bool is_active = !active_step || *active_step;
     const i64 now = *s.clock + 1;
@@ -410,6 +412,8 @@ KERNEL __launch_bounds__(MOST_THREADS) route(const float* logits, int T, int ren
     clear(step);
     __syncthreads();
     dependency_wait();
+    if (is_late)
+        dependency_release();
     if (first < T)
         load_row(logits + first * EXPERTS, lane, x);
 #if GUESSES

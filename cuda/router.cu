@@ -93,7 +93,6 @@ KERNEL __launch_bounds__(WARPS * WARP, 3)
     const u8* const weights = gate + (i64)min(unit, E - 1) * row_bytes_of(TYPE, D);
     auto ws = [&](i32 i) { return weight_of<TYPE>(weights, i); };
     x += t * D;
-    dependency_release();
     copy_floats(norms, norm, D);
     copies_commit();
     float held_w[HELD];
@@ -101,6 +100,7 @@ KERNEL __launch_bounds__(WARPS * WARP, 3)
     for (i32 i = 0; i < HELD; i++)
         held_w[i] = element(ws, i);
     dependency_wait();
+    dependency_release(); // late: ptx.cuh
     copy_floats(row, x, D);
     copies_commit();
     copies_wait<0>();

@@ -156,7 +156,9 @@ KERNEL __launch_bounds__(WARPS * WARP, PER_SM)
     DYNAMIC_SHARED(u8, shared);
     const i32 lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
     const i32 row0 = (blockIdx.x * WARPS + warp) * STAGES * ROWS;
-    dependency_release();
+    constexpr bool IS_LATE = STAGES * ROWS <= 8; // of up to four tokens: ptx.cuh
+    if (!IS_LATE)
+        dependency_release();
     u8* const base = shared + warp * (HeldRow<DOWN>::base_bytes() + STAGES * stage_bytes);
     u8* const stages = base + HeldRow<DOWN>::base_bytes();
     // The table is complete since gate_up began.
@@ -180,6 +182,8 @@ KERNEL __launch_bounds__(WARPS * WARP, PER_SM)
     }
     fill_grids<DOWN>();
     dependency_wait();
+    if (IS_LATE)
+        dependency_release();
     if (!works)
         return;
     const Input input = global_input(z, zq, zd, zsums);
@@ -221,10 +225,14 @@ KERNEL combine_norm(const float* y, const float* weights, i32 n_used, i32 D, flo
     DYNAMIC_SHARED(float, xs);
     float* const norms = xs + D;
     const i64 t = blockIdx.x;
-    dependency_release();
+    const bool is_late = gridDim.x <= 4; // tokens: ptx.cuh
+    if (!is_late)
+        dependency_release();
     copy_floats(norms, norm, D);
     copies_commit();
     dependency_wait();
+    if (is_late)
+        dependency_release();
     for (i32 i = 4 * threadIdx.x; i < D; i += 4 * blockDim.x) {
         float4* const to = (float4*)(x + t * D + i);
         const float4 old = add ? *to : float4{0.0f, 0.0f, 0.0f, 0.0f};

@@ -224,11 +224,14 @@ KERNEL __launch_bounds__(THREADS, RESIDENT)
             ahead = unit_of(ahead_u);
         }
     };
-    dependency_release();
+    if (FEW) // else late: ptx.cuh
+        dependency_release();
 #pragma unroll
     for (i32 i = 0; i < STAGES; i++)
         issue(stages + i * STAGE_BYTES, true);
     dependency_wait();
+    if (!FEW)
+        dependency_release();
 
     if (STAGED) { // of the runs whose weights are on their way, the first unit's or, where that has no more, later ones'
         for (i32 i = 0, s = part, u = first; i < STAGES; i++) {

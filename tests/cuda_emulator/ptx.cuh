@@ -139,6 +139,7 @@ DEVICE uint4 load_shared16(const void* p, EMULATOR_SITE("load_shared16")) {
 
 DEVICE i32 load_fresh(const i32* p) { return *(const volatile i32*)p; }
 DEVICE u64 load_fresh(const u64* p) { return *(const volatile u64*)p; }
+DEVICE float load_fresh(const float* p) { return *(const volatile float*)p; }
 
 DEVICE void store_system(u64* p, u64 v) { *(volatile u64*)p = v; }
 
