@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from benchmarks import cuda_kernels, decode, driving, prefill, profile_step, soak
+from benchmarks import cuda_kernels, decode, driving, prefill, profile_step, releases, soak
 from engine.ground.config import EngineConfig
 from engine.ground.errors import CapacityError, SparkError, UsageError
 from engine.ground.protocol import Done, Timing, Usage
@@ -231,6 +231,39 @@ def test_turns_on_a_prefix() -> None:
     rows, _ = prefill.turns(replace(CONFIG, chunk_tokens=64), driving.Prompts(100), 100, [7, 30], runs=2)
     assert [row["new_tokens"] for row in rows] == [7, 30]
     assert all(row["seconds"]["n"] == 2 and row["prefix_tokens"] == 100 for row in rows)
+
+
+def test_kernels_that_are_late_together() -> None:
+    gains = {"a": 10.0, "b": 30.0, "c": -5.0, "d": 20.0, "e": 0.01}
+    asked = []
+
+    def time_of(late: frozenset[str]) -> float:
+        asked.append(late)
+        return 1000.0 - sum(gains[kind] for kind in late) + (25.0 if {"b", "d"} <= late else 0.0)
+
+    base, each, late, best = releases.faster_together(gains, time_of)
+    assert (base, each["c"], late, best) == (1000.0, 1005.0, frozenset("ab"), 960.0)
+    assert asked[6:] == [frozenset("b"), frozenset("bd"), frozenset("ab")]
+
+
+def test_some_kernels_are_compiled_to_be_late() -> None:
+    class Named(FakeDevice):
+        def kernel(self, module: Module, name: str):
+            made.append((module, name))
+            return super().kernel(module, name)
+
+    made: list[tuple[Module, str]] = []
+    device = Named()
+    one, other = (Module("norm.cu"), "quantize"), (Module("norm.cu"), "add_norm")
+    late = releases.Late(device)
+    late.compile([one])
+    with late:
+        late.kernels = frozenset({one})
+        device.kernel(*one)
+        device.kernel(*other)
+    device.kernel(*one)
+    module = Module("norm.cu", (("LATE", "1"),))
+    assert made == [(module, "quantize"), (module, "quantize"), other, one]
 
 
 def test_the_recorded_step_is_matched_with_the_trace() -> None:
