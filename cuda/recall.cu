@@ -291,7 +291,7 @@ choose(const i32* sequence, const i32* positions, const i32* most, const i32* le
         }
         if (above == 31) {
             candidates = all, wanted = ties = min(wanted, all);
-            if (!wanted || (may_leave < 0 && all <= most_read)) {
+            if (wanted <= 0 || (may_leave < 0 && all <= most_read)) {
                 bound = 0x7fffffff;
                 break;
             }
