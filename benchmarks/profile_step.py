@@ -298,6 +298,8 @@ def main() -> None:
     width = o.sequences * o.given
     if width > 1 and o.recall_blocks is not None:
         parser.error("--recall-blocks is of a step of one token")
+    if o.alone and o.recall_blocks is not None:
+        parser.error("--alone: the kernels of a choice cannot run twice on the same arrays")
     config = EngineConfig(
         model=o.model, device="cuda", kv_type=o.kv_type, residency_pct=o.residency,
         policy=(policies.ALL if o.residency == 100 else policies.UNIFORM).name,

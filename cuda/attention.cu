@@ -255,8 +255,9 @@ attention_splits(const float* q, const u8* k, const u8* v, const u16* k_scale, c
                  const i32* sequence, const i32* positions, i32 T, i32 n_head, i32 n_head_kv, i32 max_blocks,
                  i32 max_splits, float scale, float* partial_o, float* partial_ml, const i32* list HOME_PARAMETERS) {
     if (LISTED)
-        dependency_wait();
-    dependency_release();
+        dependency_wait_first();
+    else
+        dependency_release();
     DYNAMIC_SHARED(u8, memory);
     __shared__ Chunk chunks[MAX_TOKENS];
     __shared__ i32 found_chunks, token_sequence[MAX_TOKENS], token_position[MAX_TOKENS];

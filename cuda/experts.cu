@@ -156,9 +156,7 @@ KERNEL __launch_bounds__(WARPS * WARP, 2)
 #else
     if ((i32)blockIdx.y >= copiers)
         fill_grids<GATE, UP>();
-    // In this order: when the kernel behind begins, the table is complete (down_one reads it before it waits).
-    dependency_wait();
-    dependency_release();
+    dependency_wait_first(); // down_one reads the table before it waits
     const bool beside = BESIDE && blockIdx.x + 1 == gridDim.x;
     ActiveExpert record = {{beside_gate, beside_up}, {}, -1, 0, 1, 0};
     if (!beside) {

@@ -230,6 +230,12 @@ DEVICE void dependency_release() {
 #endif
 }
 
+// Of a kernel behind which the next one may read, before its own wait, what was complete before this one: the wait comes first.
+DEVICE void dependency_wait_first() {
+    dependency_wait();
+    dependency_release();
+}
+
 // --- tensor cores ---------------------------------------------------------------------------------
 
 // Four 8x8 matrices of 16-bit elements; lane i gives the address of row i % 8 of matrix i / 8.

@@ -315,7 +315,7 @@ choose(const i32* sequence, const i32* positions, const i32* most, const i32* le
         }
     }
 
-    dependency_release(); // not before: attention would lie in wait on multiprocessors that weigh has not left, and be slower
+    dependency_release(); // not at once: attention would come to multiprocessors that weigh has not left (docs/cuda.md)
     if (!candidates || (may_leave < 0 && candidates <= most_read)) {
 #pragma unroll 1
         for (i32 b = threadIdx.x; b < width; b += n_threads)

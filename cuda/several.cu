@@ -39,9 +39,7 @@ KERNEL __launch_bounds__(WARPS * WARP, PER_SM)
     constexpr i32 GATE_BYTES = row_bytes_of(GATE, COLS), UP_BYTES = row_bytes_of(UP, COLS);
     __shared__ float gs[TOKENS][33], us[TOKENS][33];
     DYNAMIC_SHARED(u8, shared);
-    // In this order: when the kernel behind begins, the table is complete (down_several reads it before it waits).
-    dependency_wait();
-    dependency_release();
+    dependency_wait_first(); // down_several reads the table before it waits
     const i32 lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, n_active_now = load_fresh(n_active);
     if ((i32)blockIdx.x < copiers) {
         copy_downs(active, n_active_now, down_bytes, blockIdx.x, copiers);
@@ -156,7 +154,7 @@ KERNEL __launch_bounds__(WARPS * WARP, PER_SM)
     DYNAMIC_SHARED(u8, shared);
     const i32 lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
     const i32 row0 = (blockIdx.x * WARPS + warp) * STAGES * ROWS;
-    constexpr bool IS_LATE = STAGES * ROWS <= 8; // of up to four tokens: ptx.cuh
+    constexpr bool IS_LATE = STAGES * ROWS <= 8; // ptx.cuh; of few tokens, which have no more rows a warp
     if (!IS_LATE)
         dependency_release();
     u8* const base = shared + warp * (HeldRow<DOWN>::base_bytes() + STAGES * stage_bytes);

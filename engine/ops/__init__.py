@@ -119,10 +119,11 @@ class Recall:
     """What `choose` writes for the rows of a step, and what attention then reads of it (docs/arithmetic.md, "Recall").
 
     W is the width of the block tables. chosen: uint8 [T, K, W], 1 where a KV head's queries read a logical block.
-    left: float32 [T, H, 2], of the blocks that are not read the largest score of a key as sketched, and the masses
-    beside it; on a device attention takes off what is read.
+    left: float32 [T, H, 2], of the blocks before the tail the largest score of a key as sketched, and the masses beside
+    it of those that are not read; -inf and 0 where all are. On a device attention takes off what is read.
     missed: float32 [T, H], written by attention: the share of a query's mass that these blocks have, as estimated.
-    read: int32 [T, K], how many blocks that are. masses float32 [T, H, 2, W] and scores float32 [T, K, W] are scratch.
+    read: int32 [T, K], how many blocks that are. masses float32 [T, H, 2, W] and scores float32 [T, K, W] are scratch,
+    from `choose` to the end of attention.
     On a device `scores` is where attention finds the blocks to read, int32, one after the other, and last, int32
     [T, K], has the row's position among them.
     """

@@ -162,6 +162,7 @@ DEVICE void settle(float& v) { (void)v; }
 
 DEVICE void dependency_wait() { emulator::n_dependency_waits++; }
 DEVICE void dependency_release() {}
+DEVICE void dependency_wait_first() { dependency_wait(); }
 
 // A product on tensor cores is thousands of operations of the CPU's, whatever the optimization of the module around it.
 #define EMULATOR_FAST __attribute__((optimize("O3", "fp-contract=off")))

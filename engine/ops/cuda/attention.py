@@ -6,7 +6,7 @@ the other rows, the size of the context or where blocks lie; against the page it
 
 With `overlap` these kernels begin before the ones ahead of them have ended and load what those do not write: positions,
 slots, the block table, older keys and values. So none of these may be written in the same graph after its last
-launch without overlap.
+launch without overlap. Attention to chosen blocks waits first, so behind it the choice may be read as early.
 """
 
 from __future__ import annotations

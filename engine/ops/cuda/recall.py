@@ -2,8 +2,9 @@
 
 Kernels: summarize.cu, weigh.cu, recall.cu, chosen.cu. Twins: summarize, choose, find_absent of engine/ops/reference.py.
 
-Attention that reads a part (attention.py) goes by two arrays of `Recall` that `choose` leaves: `scores`, which by then
-has the numbers of the blocks that are read one after the other, int32 [T, K, W], and `last`.
+Attention that reads a part (attention.py) goes by arrays of `Recall` that `choose` leaves: `scores`, which by then has
+the numbers of the blocks that are read one after the other, int32 [T, K, W], and `last`; what was left out it counts by
+`masses` and `left`, which has the masses of all blocks before the tail until then.
 """
 
 from __future__ import annotations
