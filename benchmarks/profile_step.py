@@ -57,6 +57,7 @@ from engine.serving.scheduler import Engine
 from spark.pipeline.bench import check_settings
 from spark.results import write_json
 
+CHOSEN_ONCE = "the kernels of a choice cannot run twice on the same arrays"
 MATRIX_BYTES = 1 << 16  # a smaller array of bytes is a flag or a mask
 CACHE_KERNELS = ("attention.cu", "rope.cu", "embed.cu", "flash.cu")  # their arrays are read in part
 
@@ -299,7 +300,7 @@ def main() -> None:
     if width > 1 and o.recall_blocks is not None:
         parser.error("--recall-blocks is of a step of one token")
     if o.alone and o.recall_blocks is not None:
-        parser.error("--alone: the kernels of a choice cannot run twice on the same arrays")
+        parser.error(f"--alone: {CHOSEN_ONCE}")
     config = EngineConfig(
         model=o.model, device="cuda", kv_type=o.kv_type, residency_pct=o.residency,
         policy=(policies.ALL if o.residency == 100 else policies.UNIFORM).name,
@@ -364,6 +365,8 @@ def main() -> None:
     apart_us = 1e6 * statistics.median(decode(64) for _ in range(5))
     events = [] if o.alone else kernel_times(lambda: (decode(o.steps + 1), device.synchronize())[1])
     times, how = by_kind(step, events)
+    if not times and o.recall_blocks is not None:
+        raise SystemExit(f"error: no times by CUPTI, and {CHOSEN_ONCE}; torch is needed, with the GPU")
     if not times:
         times, how = alone(device, step), "each kind replayed by itself"
     rows = table(step, times, path, named=how == "CUPTI, by name")

@@ -36,7 +36,7 @@ from benchmarks.choosing import (  # noqa: E402
     Layers,
     Seen,
     choosing,
-)  # fmt: skip
+)
 from benchmarks.driving import note, parse_list  # noqa: E402
 from benchmarks.figures import json_option  # noqa: E402
 from benchmarks.kv_types import NANO, beside, held_out_windows  # noqa: E402

@@ -26,6 +26,7 @@ from benchmarks.driving import Prompts, note, parse_list
 from benchmarks.prefill import feed
 from benchmarks.profile_step import Recorder
 from engine.ground.config import EngineConfig
+from engine.ground.errors import SparkError
 from engine.ops.cuda.device import Module
 from engine.placing import policies
 from engine.running.loaded import Loaded
@@ -126,7 +127,10 @@ def main() -> None:
         model=o.model, device="cuda", residency_pct=100.0, policy=policies.ALL.name,
         ctx_tokens=max(rows_of) * (o.depth + 64),
     )  # fmt: skip
-    engine = Engine(config)
+    try:
+        engine = Engine(config)
+    except SparkError as error:
+        raise SystemExit(f"error: {error}") from None
     steps, late = Steps(engine.loaded, max(rows_of), o.depth), Late(engine.loaded.backend.device)
     for rows in rows_of:
         recorder = Recorder(steps.device, ())
