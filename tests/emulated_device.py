@@ -18,9 +18,8 @@ import subprocess
 import tempfile
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
@@ -160,41 +159,49 @@ _LAUNCHING = threading.Lock()  # the blocks of a module share its state, and all
 
 
 class EmulatedKernel:
-    """A kernel for the host; a launch runs it whole, or records it."""
+    """A kernel for the host, compiled at its first launch; a launch runs it whole, or records it."""
 
-    def __init__(self, device: EmulatedDevice, module: Any, index: int, name: str, kinds: str, bound: int) -> None:
-        self.device, self.module, self.index, self.name, self.kinds = device, module, index, name, kinds
-        self.max_threads = bound
+    def __init__(self, device: EmulatedDevice, module: Module, name: str) -> None:
+        self.device, self.name, self._module = device, name, module
+
+    @cached_property
+    def _found(self) -> tuple[Any, int, str, int]:
+        """The compiled module, and of the kernel its index, the kinds of its parameters and its launch bound."""
+        compiled, kernels = _load(compile_module(self._module, self.device.effort))
+        if self.name not in kernels:
+            raise EmulatorError(f"{self._module} has no kernel {self.name}; it has {', '.join(kernels)}")
+        return compiled, *kernels[self.name]
 
     def __call__(
         self, grid: Dim, block: Dim, args: Sequence[Any], shared_bytes: int = 0, overlap: bool = False
     ) -> None:
+        module, index, kinds, max_threads = self._found
         grid, block = _dim3(grid), _dim3(block)
         limits = (2**31 - 1, 65535, 65535)
         if any(not 1 <= n <= limit for n, limit in zip(grid, limits, strict=True)):
             raise EmulatorError(f"{self.name}: no GPU launches a grid of {grid}")
         if np.prod(block) > MAX_THREADS or min(block) < 1 or block[2] > 64:
             raise EmulatorError(f"{self.name}: no GPU launches blocks of {block}")
-        if np.prod(block) > self.max_threads:
-            raise EmulatorError(f"{self.name}: blocks of {block}, the launch bound is {self.max_threads} threads")
+        if np.prod(block) > max_threads:
+            raise EmulatorError(f"{self.name}: blocks of {block}, the launch bound is {max_threads} threads")
         if shared_bytes > self.device.max_shared_bytes:
             raise EmulatorError(
                 f"{self.name}: {shared_bytes} bytes of shared memory, a block has {self.device.max_shared_bytes}"
             )
-        if len(args) != len(self.kinds):
-            raise EmulatorError(f"{self.name}: {len(args)} arguments for {len(self.kinds)} parameters")
-        values = [self._convert(i, kind, a) for i, (kind, a) in enumerate(zip(self.kinds, args, strict=True))]
+        if len(args) != len(kinds):
+            raise EmulatorError(f"{self.name}: {len(args)} arguments for {len(kinds)} parameters")
+        values = [self._convert(i, kind, a) for i, (kind, a) in enumerate(zip(kinds, args, strict=True))]
         pointers = (ctypes.c_void_p * (len(values) or 1))(*(ctypes.addressof(v) for v in values))
         grid_c, block_c = (ctypes.c_uint * 3)(*grid), (ctypes.c_uint * 3)(*block)
 
         def run(_keep: Any = values) -> None:
             with _LAUNCHING:
                 stacks = _stacks().ctypes.data
-                error = self.module.emulator_launch(self.index, grid_c, block_c, shared_bytes, pointers, stacks)
+                error = module.emulator_launch(index, grid_c, block_c, shared_bytes, pointers, stacks)
                 if error is not None:
                     raise EmulatorError(error.decode())
                 # Without, the kernel could end before the one ahead of it, and the one behind would not wait for that.
-                if overlap and not self.module.emulator_dependency_waits():
+                if overlap and not module.emulator_dependency_waits():
                     raise EmulatorError(f"{self.name}: launched with overlap, and no thread called dependency_wait")
 
         self.device._enqueue(run)
@@ -257,7 +264,7 @@ class EmulatedDevice:
 
     def __init__(self, n_sm: int = 5, arch: str = "sm_80", n_bytes: int = 4 << 30, effort: str = "-O1") -> None:
         self.name, self.compiler, self.is_concurrent = "emulated", "g++", False
-        self._effort = effort
+        self.effort = effort
         self.arch = arch
         self.n_sm = n_sm
         self.max_shared_bytes = 99 * 1024
@@ -274,19 +281,12 @@ class EmulatedDevice:
         self._forked: set[EmulatedStream] = set()  # of the capture
 
     def build(self, modules: Sequence[Module], progress: Callable[[int, int], None]) -> None:
-        with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
-            for done, _ in enumerate(pool.map(partial(compile_module, effort=self._effort), modules), 1):
-                progress(done, len(modules))
+        """Nothing: g++ takes most of the tests' time, and of what a model may launch a test launches a part."""
+        for done, _ in enumerate(modules, 1):
+            progress(done, len(modules))
 
     def kernel(self, module: Module, name: str) -> EmulatedKernel:
-        found = self._kernels.get((module, name))
-        if found is None:
-            compiled, kernels = _load(compile_module(module, self._effort))
-            if name not in kernels:
-                raise EmulatorError(f"{module} has no kernel {name}; it has {', '.join(kernels)}")
-            index, kinds, bound = kernels[name]
-            found = self._kernels[module, name] = EmulatedKernel(self, compiled, index, name, kinds, bound)
-        return found
+        return self._kernels.setdefault((module, name), EmulatedKernel(self, module, name))
 
     def reserve(self, n_bytes: int, releasable: bool = False) -> None:
         self._no_capture("reserve")
