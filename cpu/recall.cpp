@@ -45,8 +45,8 @@ int32_t spark_choose(spark_workspace *ws, const float *q, int64_t T, int64_t n_h
         row.width = width;
         row.behind = behind(t);
         row.last = positions[t] / kKVBlock;
-        row.most = most[sequence[t]];
-        row.leave = leave[sequence[t]];
+        row.most = most[t];
+        row.leave = leave[t];
         row.scale = scale;
         row.chosen = chosen + item * width;
         row.left = left + (t * n_head + head * group) * 2;

@@ -151,7 +151,7 @@ SPARK_API int32_t spark_attention(spark_workspace *ws, const float *q, int64_t T
 SPARK_API int32_t spark_summarize(spark_workspace *ws, const spark_kv *kv, const int32_t *places, const int32_t *blocks,
                                   int64_t n, int64_t n_blocks, uint8_t *sketches);
 
-/* blocks, keep [n_sequence, width]; most, leave [n_sequence]. chosen [T, n_head_kv, width], left [T, n_head, 2], read
+/* blocks, keep [n_sequence, width]; most, leave [T]. chosen [T, n_head_kv, width], left [T, n_head, 2], read
  * [T, n_head_kv]; masses [T, n_head, 2, width] and scores [T, n_head_kv, width] are scratch. */
 SPARK_API int32_t spark_choose(spark_workspace *ws, const float *q, int64_t T, int64_t n_head, int64_t n_head_kv,
                                int64_t head_dim, const uint8_t *sketches, int64_t n_blocks, const int32_t *blocks,

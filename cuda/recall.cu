@@ -62,7 +62,7 @@ score(const i32* blocks, const i32* sequence, const i32* positions, const i32* m
     const i32 head = blockIdx.y, n_head_kv = gridDim.y, t = blockIdx.z, s = sequence[t];
     const i32 behind = max(positions[t] / KV_BLOCK - TAIL_BLOCKS, 0), b = blockIdx.x * SPAN + threadIdx.x;
     const i32 n_chunks = (behind + CHUNK - 1) / CHUNK, most_chunks = (width + CHUNK - 1) / CHUNK;
-    const bool is_read = most[s] >= 0 && behind > (i32)blockIdx.x * SPAN;
+    const bool is_read = most[t] >= 0 && behind > (i32)blockIdx.x * SPAN;
     const bool is_kept = b == 0 || b >= behind || keep[(i64)s * width + b] || blocks[(i64)s * width + b] < 0;
     dependency_wait();
     if (!is_read)
@@ -188,7 +188,7 @@ choose(const i32* sequence, const i32* positions, const i32* most, const i32* le
     chosen += ((i64)t * n_head_kv + head) * width, list += ((i64)t * n_head_kv + head) * width;
     masses += first * 2 * width, left += first * 2, read += t * n_head_kv + head, last += t * n_head_kv + head;
 
-    const i32 most_read = most[s], may_leave = leave[s];
+    const i32 most_read = most[t], may_leave = leave[t];
     i32 wanted = most_read; // of the candidates
     ((int4*)counts)[threadIdx.x] = make_int4(0, 0, 0, 0);
     __syncthreads();

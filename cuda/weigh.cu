@@ -251,7 +251,7 @@ weigh(const float* q, const u8* sketches, const i32* blocks, const i32* sequence
     const i32 head = blockIdx.x, n_head_kv = gridDim.x, row = blockIdx.z, s = sequence[row];
     const i32 behind = max(positions[row] / KV_BLOCK - TAIL_BLOCKS, 0), n_chunks = (behind + CHUNK - 1) / CHUNK;
     const i64 first = (i64)row * n_head + head * GROUP; // of the query heads
-    if (most[s] < 0 || n_chunks <= (i32)blockIdx.y) {
+    if (most[row] < 0 || n_chunks <= (i32)blockIdx.y) {
         dependency_wait(); // kernels behind this one count on those ahead of it
         return;
     }

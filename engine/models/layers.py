@@ -111,7 +111,7 @@ class Recalled:
     """What a step has more whose rows read a part of their contexts, and scratch for SMALL_TOKENS rows of a layer.
 
     sketches[i]: what layer i chooses by; None: it reads all that it sees. blocks[g]: int32 [n_sequence, W], numbers of
-    blocks by KV group; most, leave: int32 [n_sequence]; keep: uint8 [n_sequence, W]: as the op `choose` takes them.
+    blocks by KV group; most, leave: int32 [rows]; keep: uint8 [n_sequence, W]: as the op `choose` takes them.
     missed: float32 [n_layer, rows * heads]; read: int32 [n_layer, rows * KV heads]; chosen, left, masses, scores, last:
     as in `Recall`, flat. absent: int32, flat: what the op `find_absent` finds.
     """
@@ -130,16 +130,17 @@ class Recalled:
     last: I32
     absent: I32
     # Views are made once, as those of `Buffers`, and shared with the views for fewer sequences.
-    _views: dict[tuple[int, ...], Any] = field(default_factory=dict, repr=False, compare=False)
+    _views: dict[tuple[Any, ...], Any] = field(default_factory=dict, repr=False, compare=False)
 
-    def first(self, n: int) -> Recalled:
-        """The same for a step of n sequences."""
-        if (n,) not in self._views:
+    def first(self, n: int, T: int) -> Recalled:
+        """The same for a step of T rows of n sequences."""
+        key = "first", n, T
+        if key not in self._views:
             blocks = tuple(table[:n] for table in self.blocks)
-            self._views[n,] = replace(
-                self, blocks=blocks, most=self.most[:n], leave=self.leave[:n], keep=self.keep[:n]
+            self._views[key] = replace(
+                self, blocks=blocks, most=self.most[:T], leave=self.leave[:T], keep=self.keep[:n]
             )
-        made: Recalled = self._views[n,]
+        made: Recalled = self._views[key]
         return made
 
     def missed_of(self, T: int, missed: F32) -> F32:
@@ -406,8 +407,8 @@ class Pass(Generic[ConfigT]):
             queries, sequence, positions = some(q), some(step.sequence), some(step.positions)
             chosen = recall.of(i, len(queries), q.shape[1], sketches.shape[1])
             self.ops.choose(
-                self.ws, queries, sketches, recall.blocks[group], sequence, positions, recall.most, recall.leave,
-                recall.keep, scale, chosen,
+                self.ws, queries, sketches, recall.blocks[group], sequence, positions, some(recall.most),
+                some(recall.leave), recall.keep, scale, chosen,
             )  # fmt: skip
             if staging is not None:  # of what is at home, only what the rows have chosen
                 wanted = recall.absent_of(sketches.shape[1], len(staging[0]))

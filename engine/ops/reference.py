@@ -291,9 +291,8 @@ def choose(
     """Which blocks each row reads: the first, those to keep, the tail, and at most `most` others, by their sketches.
 
     q [T, H, head_dim]; sketches as of `summarize`; blocks int32 [n_sequence, W]: where in sketches those of each
-    logical block are, -1 where there is no block; sequence, positions int32 [T] as of attention; most int32
-    [n_sequence], -1: all; leave int32 [n_sequence]: units of mass that may be left out, -1: as many as it is; keep
-    uint8 [n_sequence, W]; scale above 0. `recall` is written, but for `missed`.
+    logical block are, -1 where there is no block; sequence, positions int32 [T] as of attention; most int32 [T], -1: all;
+    leave int32 [T]: units of mass that may be left out, -1: as many as it is; keep uint8 [n_sequence, W]; scale above 0. `recall` is written, but for `missed`.
     """
     T, H, _ = q.shape
     K = sketches.shape[1]
@@ -306,7 +305,7 @@ def choose(
         recall.chosen[t, :, : last + 1] = 1
         recall.left[t], recall.read[t] = (-np.inf, 0), last + 1
         n_candidates = behind - int(kept.sum())
-        if most[s] < 0 or not n_candidates or (leave[s] < 0 and n_candidates <= most[s]):
+        if most[t] < 0 or not n_candidates or (leave[t] < 0 and n_candidates <= most[t]):
             continue
         with np.errstate(all="ignore"):
             scores = key_scores(q[t], sketches[ids], scale)
@@ -327,9 +326,9 @@ def choose(
             bits = np.where(np.isnan(share), np.float32(np.nan), share).view(np.int32).max(axis=2)
             order = np.argsort(np.where(kept[:, None], 1, -bits), axis=0, kind="stable")
             for head in range(K):
-                n = min(int(most[s]), n_candidates)
-                if leave[s] >= 0:
-                    n = min(n, _needed(bits[~kept, head], share[~kept, head], int(leave[s])))
+                n = min(int(most[t]), n_candidates)
+                if leave[t] >= 0:
+                    n = min(n, _needed(bits[~kept, head], share[~kept, head], int(leave[t])))
                 recall.chosen[t, head, order[n:n_candidates, head]] = 0
                 recall.read[t, head] -= n_candidates - n
             for h in range(H):

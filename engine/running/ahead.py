@@ -86,7 +86,7 @@ class AheadOfHost:
         self._captured(False)
         if f.recalling is not None and reply.recall is not None:
             reads = [(reply.recall, self._sequence, reply.recalled, self._start)]
-            self._reading = Ahead(f.recalling, reads, f.ops, f.ws)
+            self._reading = Ahead(f.recalling, reads, 1, f.ops, f.ws)
         self._reserve(self._start + 1)
         zero = np.zeros(1, np.int32)
         f.feed(

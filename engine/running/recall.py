@@ -185,8 +185,8 @@ class Recalling:
         arrays = Recalled(
             sketches.layers,
             tuple(device.empty((S, W), np.int32) for _ in kv.groups),
-            device.empty(S, np.int32),
-            device.empty(S, np.int32),
+            device.empty(limits.max_tokens, np.int32),
+            device.empty(limits.max_tokens, np.int32),
             device.empty((S, W), np.uint8),
             device.empty(T * limits.n_head_kv * W, np.uint8),
             device.empty(T * limits.n_head * 2, f32),
@@ -246,23 +246,32 @@ class Recalling:
         if not any(s.recall is not None and s.recall.chooses(s.sequence.length - 1) for s in spans):
             return None
         self._last = width
-        return self.feed([(s.sequence, s.recall, s.sequence.length) for s in spans], ops, ws)
+        reads = [(s.sequence, s.recall, s.sequence.length - len(s.tokens), len(s.tokens)) for s in spans]
+        return self.feed(reads, width, ops, ws)
 
-    def feed(self, reads: Many[tuple[Sequence, Part | None, int]], ops: Ops, ws: Workspace) -> Recalled:
-        """Feed what rows of sequences read in their first so many positions, and make the sketches that they lack."""
-        S, W = len(reads), self.arrays.keep.shape[1]
-        most, leave, keep = np.full(S, -1, np.int32), np.full(S, -1, np.int32), np.zeros((S, W), np.uint8)
+    def feed(
+        self, reads: Many[tuple[Sequence, Part | None, int, int]], width: int, ops: Ops, ws: Workspace
+    ) -> Recalled:
+        """Feed what a step of `width` rows reads, and make the sketches that it lacks.
+
+        reads: of each sequence what its rows read, the position of the first and how many there are. What fills a step
+        up is the last row again.
+        """
+        S, W, at = len(reads), self.arrays.keep.shape[1], 0
+        most, leave, keep = np.full(width, -1, np.int32), np.full(width, -1, np.int32), np.zeros((S, W), np.uint8)
         tables = [np.full((S, W), -1, np.int32) for _ in self.kv.groups]
-        for i, (sequence, part, n) in enumerate(reads):
+        for i, (sequence, part, start, n) in enumerate(reads):
+            rows = slice(at, at + n if i < S - 1 else width)
+            at += n
             if part is None:
                 continue
-            most[i], leave[i], keep[i] = part.most, part.leave, part.kept(W)
-            behind = max(0, (n - 1) // KV_BLOCK_TOKENS - TAIL_BLOCKS)
+            most[rows], leave[rows], keep[i] = part.most, part.leave, part.kept(W)
+            behind = max(0, (start + n - 1) // KV_BLOCK_TOKENS - TAIL_BLOCKS)
             for group in self.kv.full_groups:
                 tables[group][i, :behind] = sequence.groups[group].blocks()[:behind]
         for group in self.kv.full_groups:
             self._summarize(group, np.unique(tables[group][tables[group] >= 0]), ops, ws)
-        views = self.arrays.first(S)
+        views = self.arrays.first(S, width)
         fed: list[NDArray[Any]] = [*tables, most, leave, keep]
         if not self._fed or not all(np.array_equal(a, b) for a, b in zip(fed, self._fed, strict=True)):
             arrays = *views.blocks, views.most, views.leave, views.keep
@@ -321,15 +330,20 @@ class Recalling:
 
 
 class Ahead:
-    """What replies read that decode ahead of the host, a row each of steps that the device feeds.
+    """What replies read that decode ahead of the host, a row each of steps of `width` rows that the device feeds.
 
     reads: what each reads, None: all; its sequence; its tally; the position of the first token that is fed so.
     """
 
     def __init__(
-        self, recalling: Recalling, reads: Many[tuple[Part | None, Sequence, Tally, int]], ops: Ops, ws: Workspace
+        self,
+        recalling: Recalling,
+        reads: Many[tuple[Part | None, Sequence, Tally, int]],
+        width: int,
+        ops: Ops,
+        ws: Workspace,
     ) -> None:
-        self._recalling, self._reads, self._ops, self._ws = recalling, reads, ops, ws
+        self._recalling, self._reads, self._width, self._ops, self._ws = recalling, reads, width, ops, ws
         self._counted = [0] * len(reads)
         self._known: list[tuple[int, float, float]] = [(0, 0.0, 0.0)] * len(reads)  # of the device, and counted
         self._blocks: list[int] = []  # of the last step that was asked for
@@ -347,8 +361,8 @@ class Ahead:
             parts = (part and part.chooses(end) for (part, _, _, _), end in zip(self._reads, ends, strict=True))
             self._in_part = any(parts)
             if self._in_part:
-                reads = [(s, part, end + 1) for (part, s, _, _), end in zip(self._reads, ends, strict=True)]
-                self._recalling.feed(reads, self._ops, self._ws)
+                reads = [(s, part, end, 1) for (part, s, _, _), end in zip(self._reads, ends, strict=True)]
+                self._recalling.feed(reads, self._width, self._ops, self._ws)
         assert n == len(self._parts)
         self._parts.append(self._in_part)
         return self._in_part

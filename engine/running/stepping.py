@@ -305,7 +305,7 @@ class Steps:
         """The inputs that a captured step of T tokens reads, of as many sequences as it can have."""
         n = min(T, self._limits.max_sequences)
         step, recalling = self.forward.inputs_of(T, n, T), self.forward.recalling
-        return replace(step, recall=recalling.arrays.first(n)) if recalls and recalling is not None else step
+        return replace(step, recall=recalling.arrays.first(n, T)) if recalls and recalling is not None else step
 
     def take_back(self, spans: list[Span], n_tokens: list[int], result: StepResult | None = None) -> None:
         """Drop the last n_tokens[i] tokens of spans[i], those of the last step; 0 of one that was not kept.

@@ -101,7 +101,7 @@ class Together:
         if f.recalling is not None:
             f.recalling.fared([(span, 1, row.reply.recalled) for span, row in zip(spans, self._rows, strict=True)])
             reads = [(row.reply.recall, row.sequence, row.reply.recalled, row.start) for row in self._rows]
-            self._reading = Ahead(f.recalling, reads, f.ops, f.ws)
+            self._reading = Ahead(f.recalling, reads, self._width, f.ops, f.ws)
         self._pausing = not self._reserved()
         for row in self._rows:
             reply = row.reply

@@ -186,7 +186,7 @@ def chosen_alone(
         made = []
         for of, ws in ((ops, None), (cpu, workspace(cpu.supported_isas()[-1]))):
             made.append(blank(3, H, K, W))
-            bounds = np.array([most, 1], np.int32), np.array([leave, -1], np.int32)
+            bounds = np.array([most, 1, most], np.int32), np.array([leave, -1, leave], np.int32)
             with np.errstate(all="ignore"):
                 of.choose(ws, q, sketches, numbers, sequence, positions, *bounds, keep, float(d) ** -0.5, made[-1])  # type: ignore[attr-defined]
         take_off(device, made[0], d)

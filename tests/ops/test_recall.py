@@ -87,7 +87,7 @@ def context(
         kv, (size * rng.standard_normal((T, H, d))).astype(np.float32), table, numbers,
         np.repeat(np.arange(len(lengths)), new).astype(np.int32),
         np.concatenate([np.arange(n - m, n) for n, m in zip(lengths, new, strict=True)]).astype(np.int32),
-        rng.integers(0, 4, len(lengths)).astype(np.int32), keep, float(d) ** -0.5,
+        rng.integers(0, 4, T).astype(np.int32), keep, float(d) ** -0.5,
     )  # fmt: skip
 
 
@@ -313,7 +313,7 @@ def test_a_row_does_not_depend_on_its_step() -> None:
         rows = slice(t, t + 1)
         alone = Context(
             here.kv, here.q[rows].copy(), here.table, here.numbers, here.sequence[rows].copy(),
-            here.positions[rows].copy(), here.most, here.keep, here.scale,
+            here.positions[rows].copy(), here.most[rows].copy(), here.keep, here.scale,
         )  # fmt: skip
         _, one, chosen = alone.recalled(cpu, workspace(cpu.supported_isas()[-1], 3))
         assert same_bits(one, out[rows]) and same_bits(chosen.missed, recall.missed[rows])
