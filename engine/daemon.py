@@ -442,6 +442,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> EngineConfig:
         type=_amount("a share from 0 to 1", most=1.0),
         help="share of softmax mass that decoded tokens may leave out instead, by estimate",
     )
+    add("--kv-recall-from", type=_at_least(0), help="contexts of up to so many tokens are read whole (default: 0)")
     add("--chunk-tokens", type=_at_least(1), help="tokens of a prefill step (default: chosen)")
     add(
         "--parallel",

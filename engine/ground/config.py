@@ -59,6 +59,7 @@ class EngineConfig:
     kv_recall_blocks: full blocks of 64 positions that decoded tokens read beside the first, the last and what their
         request keeps, unless it says otherwise. kv_recall: the share of softmax mass that they may leave out instead,
         by estimate, 0 to 1; with both as few blocks as that takes, and no more. None, both: all tokens read all.
+        kv_recall_from: contexts of up to so many tokens are read whole.
     plan_only: say what memory it would take, and end; no weights are read.
     """
 
@@ -91,6 +92,7 @@ class EngineConfig:
     pregate: Path | None = None
     kv_recall: float | None = None
     kv_recall_blocks: int | None = None
+    kv_recall_from: int = 0
     plan_only: bool = False
 
     @property

@@ -291,8 +291,9 @@ def choose(
     """Which blocks each row reads: the first, those to keep, the tail, and at most `most` others, by their sketches.
 
     q [T, H, head_dim]; sketches as of `summarize`; blocks int32 [n_sequence, W]: where in sketches those of each
-    logical block are, -1 where there is no block; sequence, positions int32 [T] as of attention; most int32 [T], -1: all;
-    leave int32 [T]: units of mass that may be left out, -1: as many as it is; keep uint8 [n_sequence, W]; scale above 0. `recall` is written, but for `missed`.
+    logical block are, -1 where there is no block; sequence, positions int32 [T] as of attention; most int32 [T], -1:
+    all; leave int32 [T]: units of mass that may be left out, -1: as many as it is; keep uint8 [n_sequence, W]; scale
+    above 0. `recall` is written, but for `missed`.
     """
     T, H, _ = q.shape
     K = sketches.shape[1]

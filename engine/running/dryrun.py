@@ -303,7 +303,9 @@ class Sharing:
                 self._counted[key] = count(
                     device, self.arch, self.config, self.weights, limits, self.options.kv_type,
                     drafter=found.drafter, block=found.block, run=run, pool_tokens=pool,
-                    recall=made_of(self.options.kv_recall_blocks, self.options.kv_recall),
+                    recall=made_of(
+                        self.options.kv_recall_blocks, self.options.kv_recall, self.options.kv_recall_from
+                    ),
                     cpu_experts=self.options.cpu_experts != "off",
                     guess_hidden=landing.hidden_units(self.options) if self._guesses else None,
                 )  # fmt: skip

@@ -223,7 +223,7 @@ def _lay_out(
         put=None if uploader is None else uploader.put,
         captured=() if source.drafter is None else source.drafter.config.captured,
         block=source.block, pool_tokens=shares.pool_tokens,
-        recall=made_of(options.kv_recall_blocks, options.kv_recall),
+        recall=made_of(options.kv_recall_blocks, options.kv_recall, options.kv_recall_from),
     )  # fmt: skip
     drafter = None
     if source.drafter is not None:

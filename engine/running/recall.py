@@ -44,33 +44,37 @@ def part_of(asked: KVRecall | None, served: Part | None) -> Part | None:
     if asked is None:
         return served
     if asked.off:
-        if asked.blocks is not None or asked.left_out is not None or asked.keep:
+        if asked.blocks is not None or asked.left_out is not None or asked.keep or asked.start is not None:
             raise RequestError("field 'kv_recall': 'off' reads all, so there is nothing to choose or to keep")
         return None
     if wrong := next((pair for pair in asked.keep if pair[0] >= pair[1]), None):
         raise RequestError(f"field 'kv_recall.keep': expected ranges [from, to) of tokens, found {list(wrong)}")
-    return replace(made_of(asked.blocks, asked.left_out) or served, keep=asked.keep)
+    start = served.start if asked.start is None else asked.start
+    return replace(made_of(asked.blocks, asked.left_out) or served, keep=asked.keep, start=start)
 
 
-def made_of(blocks: int | None, left_out: float | None) -> Part | None:
+def made_of(blocks: int | None, left_out: float | None, start: int = 0) -> Part | None:
     """Rows that read at most so many blocks, or as many as leave no more of the mass out; None: neither is said."""
     if blocks is None and left_out is None:
         return None
     if left_out == 1.0:  # nothing need be read, whatever units of shares add up to
-        return Part(0)
-    return Part(MAX_BLOCKS if blocks is None else blocks, leave=-1 if left_out is None else int(left_out * MASS_UNITS))
+        return Part(0, start=start)
+    leave = -1 if left_out is None else int(left_out * MASS_UNITS)
+    return Part(MAX_BLOCKS if blocks is None else blocks, leave=leave, start=start)
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
     """What decoded rows of a reply read beside the first block and the tail: `most` blocks, and ranges [from, to).
 
-    leave: as few of these blocks as leave no more of MASS_UNITS out; -1: all of them.
+    leave: as few of these blocks as leave no more of MASS_UNITS out; -1: all of them. start: the position of the first
+    row that may read a part.
     """
 
     most: int
     keep: tuple[tuple[int, int], ...] = ()
     leave: int = -1
+    start: int = 0
 
     def kept(self, n_blocks: int) -> U8:
         """Which of the first blocks lie in a range, uint8 [n_blocks]."""
@@ -82,11 +86,11 @@ class Part:
 
     def left(self, position: int) -> int:
         """How many blocks the row at a position does not read, at least, in every layer and head."""
-        return max(0, self._candidates(position) - self.most)
+        return 0 if position < self.start else max(0, self._candidates(position) - self.most)
 
     def chooses(self, position: int) -> bool:
         """Whether the row at a position may not read all."""
-        return self._candidates(position) > (self.most if self.leave < 0 else 0)
+        return position >= self.start and self._candidates(position) > (self.most if self.leave < 0 else 0)
 
     def _candidates(self, position: int) -> int:
         kept = self.kept(max(0, position // KV_BLOCK_TOKENS - TAIL_BLOCKS))
@@ -220,9 +224,10 @@ class Recalling:
             read.append(f"what leaves {self.served.leave / MASS_UNITS:.3g} of their mass out")
         if self.served.most < MAX_BLOCKS:
             read.append(f"{self.served.most} blocks of {KV_BLOCK_TOKENS}")
+        start = f", where there are more than {self.served.start} tokens" if self.served.start else ""
         return (
-            f"decoded tokens read {', at most '.join(read)} beside the first block and the last {TAIL_BLOCKS + 1}: "
-            f"asked for; sketches of keys take {self.sketches.nbytes / 2**20:.1f} MiB, and choosing "
+            f"decoded tokens read {', at most '.join(read)} beside the first block and the last {TAIL_BLOCKS + 1}"
+            f"{start}: asked for; sketches of keys take {self.sketches.nbytes / 2**20:.1f} MiB, and choosing "
             f"{self.buffers_bytes / 2**20:.1f}"
         )
 
@@ -261,10 +266,11 @@ class Recalling:
         most, leave, keep = np.full(width, -1, np.int32), np.full(width, -1, np.int32), np.zeros((S, W), np.uint8)
         tables = [np.full((S, W), -1, np.int32) for _ in self.kv.groups]
         for i, (sequence, part, start, n) in enumerate(reads):
-            rows = slice(at, at + n if i < S - 1 else width)
-            at += n
-            if part is None:
+            first, end = at, at + n
+            at = end
+            if part is None or start + n <= part.start:
                 continue
+            rows = slice(first + max(0, part.start - start), end if i < S - 1 else width)
             most[rows], leave[rows], keep[i] = part.most, part.leave, part.kept(W)
             behind = max(0, (start + n - 1) // KV_BLOCK_TOKENS - TAIL_BLOCKS)
             for group in self.kv.full_groups:
@@ -346,7 +352,7 @@ class Ahead:
         self._recalling, self._reads, self._width, self._ops, self._ws = recalling, reads, width, ops, ws
         self._counted = [0] * len(reads)
         self._known: list[tuple[int, float, float]] = [(0, 0.0, 0.0)] * len(reads)  # of the device, and counted
-        self._blocks: list[int] = []  # of the last step that was asked for
+        self._alike: list[tuple[int, bool]] = []  # of the last step that was asked for
         self._in_part = self._told = False
         self._parts = bytearray()  # of each step that was asked for: whether a row read a part
         recalling.device.write(recalling.left_out[: len(reads)], np.zeros((len(reads), 2), np.float32))
@@ -355,9 +361,12 @@ class Ahead:
     def next(self, n: int) -> bool:
         """Whether any row of step n = 0, 1 ... reads a part; feeds what it needs."""
         ends = [start + n for _, _, _, start in self._reads]
-        blocks = [end // KV_BLOCK_TOKENS for end in ends]
-        if blocks != self._blocks:
-            self._blocks = blocks
+        alike = [  # no two steps that are differ in what is fed
+            (end // KV_BLOCK_TOKENS, part is not None and end >= part.start)
+            for (part, _, _, _), end in zip(self._reads, ends, strict=True)
+        ]
+        if alike != self._alike:
+            self._alike = alike
             parts = (part and part.chooses(end) for (part, _, _, _), end in zip(self._reads, ends, strict=True))
             self._in_part = any(parts)
             if self._in_part:

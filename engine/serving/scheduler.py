@@ -136,6 +136,7 @@ class Engine:
             "draft": "off" if r.drafts is None else self.config.draft,
             "kv_recall": self.config.kv_recall,
             "kv_recall_blocks": self.config.kv_recall_blocks,
+            "kv_recall_from": self.config.kv_recall_from or None,
             "guess": "off" if r.decoder.guessing is None and r.steps.guesses is None else self.config.guess,
             "cpu_experts": None if r.steps.misses is None else r.steps.misses.settings(),
             "policy": self.config.policy,

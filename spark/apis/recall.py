@@ -7,14 +7,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from engine.ground import checks
-from engine.ground.recall import MAX_BLOCKS, MAX_KEPT, KVRecall
+from engine.ground.recall import MAX_BLOCKS, MAX_KEPT, MAX_POSITION, KVRecall
 from spark.speech import conversation as c
 from spark.speech.conversation import refusal
 from spark.speech.sessions import Message
 from spark.speech.spans import BEFORE, Span
 
 _KEEP, _MESSAGES = "kv_recall.keep", "kv_recall.keep_messages"
-_KNOWN = ("blocks", "keep", "keep_messages", "left_out")
+_KNOWN = ("blocks", "from", "keep", "keep_messages", "left_out")
 
 
 def kv_recall(body: Mapping[str, Any]) -> KVRecall | None:
@@ -30,6 +30,7 @@ def kv_recall(body: Mapping[str, Any]) -> KVRecall | None:
         raise refusal(f"kv_recall.{unknown}"[:80], "unknown", hint=f"known: {', '.join(_KNOWN)}")
     blocks = c.integer(given, "blocks", 0, MAX_BLOCKS, "kv_recall.")
     left_out = checks.optional(checks.number(0.0, 1.0))("kv_recall.left_out", given.get("left_out"))
+    start = c.integer(given, "from", 0, MAX_POSITION, "kv_recall.")
     ranges, messages = (c.get(given, name, list, [], "kv_recall.") for name in ("keep", "keep_messages"))
     if len(ranges) > MAX_KEPT:
         raise refusal(_KEEP, f"expected {MAX_KEPT} ranges at most, found {len(ranges)}")
@@ -39,10 +40,10 @@ def kv_recall(body: Mapping[str, Any]) -> KVRecall | None:
     keep: list[Span] = []
     for i, pair in enumerate(ranges):
         is_pair = type(pair) is list and len(pair) == 2 and all(type(n) is int for n in pair)
-        if not (is_pair and 0 <= pair[0] < pair[1] < 1 << 31):
+        if not (is_pair and 0 <= pair[0] < pair[1] <= MAX_POSITION):
             raise refusal(f"{_KEEP}[{i}]", "expected [from, to) in tokens of the prompt, 0 <= from < to < 2^31")
         keep.append((pair[0], pair[1]))
-    return KVRecall(blocks=blocks, keep=tuple(keep), left_out=left_out)
+    return KVRecall(blocks=blocks, keep=tuple(keep), left_out=left_out, start=start)
 
 
 def kept_messages(body: Mapping[str, Any], places: Sequence[Span], messages: Sequence[Message]) -> tuple[Span, ...]:

@@ -14,7 +14,7 @@ import typer
 from engine.ground.config import DRAFTS, MAX_PARALLEL, EngineConfig, is_cpu_experts, pool_size
 from engine.ground.errors import UsageError
 from engine.ground.kv_types import KV_WORDS, pair_of
-from engine.ground.recall import MAX_BLOCKS
+from engine.ground.recall import MAX_BLOCKS, MAX_POSITION
 from spark.commands.outputs import Reads, Writes, writable
 from spark.console import note
 
@@ -134,6 +134,13 @@ RecallOption = Annotated[
     typer.Option(
         "--kv-recall-blocks", min=0, max=MAX_BLOCKS, metavar="N",
         help="Blocks of 64 tokens that written tokens read of a long context; default: all.",
+    ),
+]  # fmt: skip
+RecallFromOption = Annotated[
+    int,
+    typer.Option(
+        "--kv-recall-from", min=0, max=MAX_POSITION, metavar="TOKENS",
+        help="With either of both: read contexts of up to so many tokens whole.",
     ),
 ]  # fmt: skip
 LeftOutOption = Annotated[
@@ -318,6 +325,7 @@ class Served:
     draft_memory: DraftMemoryOption = 64.0
     kv_recall: LeftOutOption = None
     kv_recall_blocks: RecallOption = None
+    kv_recall_from: RecallFromOption = 0
 
     def config(
         self, model: Path, device: Literal["auto", "cuda", "cpu"], threads: int | None
@@ -327,6 +335,11 @@ class Served:
 
         if self.vram is not None and self.residency is not None:
             raise UsageError("--vram and --residency both say how many experts are resident", hint="give one of them")
+        if self.kv_recall_from and self.kv_recall is None and self.kv_recall_blocks is None:
+            raise UsageError(
+                "--kv-recall-from says which contexts are read whole, and all are",
+                hint="add --kv-recall-blocks N or --kv-recall EPS, or leave it out",
+            )
         path = placed_by(model, self.spark, self.profile)
         if path is not None and not path.exists():
             writable(path)
@@ -357,6 +370,7 @@ class Served:
             draft_memory_mib=self.draft_memory,
             kv_recall=self.kv_recall,
             kv_recall_blocks=self.kv_recall_blocks,
+            kv_recall_from=self.kv_recall_from,
         )
         return config, path
 

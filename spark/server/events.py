@@ -21,7 +21,7 @@ from spark.server.supervisor import Health, Supervisor, aside
 MAX_WATCHERS = 16
 EVERY_S = 1.0
 _SHOWN = ("device", "isa", "threads", "ctx_tokens", "parallel", "chunk_tokens", "kv_type", "policy", "residency_pct",
-          "draft", "kv_recall", "kv_recall_blocks", "reasons", "warnings")  # fmt: skip
+          "draft", "kv_recall", "kv_recall_blocks", "kv_recall_from", "reasons", "warnings")  # fmt: skip
 _COUNTED = ("running", "queued", "tokens", "hits", "misses", "hits_by_layer", "misses_by_layer", "map", "kv_blocks",
             "prefixes", "plan")  # fmt: skip
 

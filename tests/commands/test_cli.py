@@ -426,6 +426,7 @@ def test_a_trace_is_not_added_to_another(made: Path) -> None:
         (["serve", NANO, "--cache-slots", "some"], "--cache-slots"),
         (["serve", NANO, "--host", "0.0.0.0"], "--api-key"),
         (["serve", NANO, "--vram", "8", "--residency", "50"], "--vram and --residency"),
+        (["serve", NANO, "--kv-recall-from", "9"], "--kv-recall-from says which contexts"),
         (["serve", NANO, "--device", "cpu", "--vram", "8"], "--vram caps the memory of a GPU"),
         (["plan", NANO, "--vram", "0"], "--vram"),
         (["plan", NANO, "--vram", "4", "--ctx", "100000000"], "100000000"),

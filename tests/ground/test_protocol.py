@@ -334,6 +334,7 @@ CONFIGS = st.builds(
     idle_release_s=st.none() | st.floats(1, 1e6),
     kv_recall=st.none() | st.floats(0, 1),
     kv_recall_blocks=st.none() | st.integers(0, 1 << 20),
+    kv_recall_from=st.integers(0, 1 << 20),
     plan_only=st.booleans(),
 )
 
@@ -348,6 +349,7 @@ def test_every_setting_has_a_flag() -> None:
         model=Path("m"), profile=Path("p"), vram_gib=4.5, cache_slots=1, ctx_tokens=2, chunk_tokens=5, parallel=4,
         threads=3, poison=True, replay=Path("r"), cache_dir=Path("c"), exact_prefixes=True, plan_only=True,
         expect_ctx_tokens=6, idle_release_s=7.5, pregate=Path("q"), kv_recall=0.25, kv_recall_blocks=8,
+        kv_recall_from=9,
         replay_guesses=Path("g"),
     )  # fmt: skip
     flags = {argument.split("=")[0] for argument in protocol.command_line(config)[:-2]}

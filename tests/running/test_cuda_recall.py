@@ -21,6 +21,7 @@ pytestmark = [pytest.mark.usefixtures("on_the_device"), pytest.mark.slow]
 # Of block 6, of which there are two candidates.
 BY_MASS = Generate(4, PROMPT[:390], 7, stop_tokens=(), kv_recall=KVRecall(left_out=0.35))
 ALONE = Generate(1, PROMPT[:323], 9, stop_tokens=())  # of block 5, of which there is one candidate
+LATER = replace(ALONE, id=5, kv_recall=KVRecall(blocks=0, start=327))  # in the middle of drafts
 TOGETHER = (Generate(2, PROMPT[:322], 6, stop_tokens=()), Generate(3, PROMPT[:323], 5, stop_tokens=()))
 
 
@@ -46,15 +47,20 @@ def test_nothing_but_the_sequence_decides() -> None:
     assert all(r["read"] == r["blocks"] - r["tokens"] and (r["tokens"] == 0) == (r["left_out_mean"] == 0) for r in told)
     shared, stats = both(plain), plain.stats()["recall"]
     by_mass, of_mass = one(plain, BY_MASS)
+    later, of_later = one(plain, LATER)
     plan = plain.loaded.plan()
     plain.close()
     assert shared[2][0][1:] != tokens[:5] == shared[3][0]  # of another prompt, and of the same
     drafted = opened(model("qwen3moe"), "cuda", "auto", kv_recall_blocks=0, draft="auto", residency_pct=30)
-    force(drafted, {1: [*ALONE.tokens, *tokens], 4: [*BY_MASS.tokens, *by_mass]})
+    force(drafted, {1: [*ALONE.tokens, *tokens], 4: [*BY_MASS.tokens, *by_mass], 5: [*LATER.tokens, *later]})
     again, other = one(drafted, ALONE)
     assert again == tokens and other.usage.drafts
     again, other_mass = one(drafted, BY_MASS)
     assert again == by_mass and other_mass.usage.drafts
+    again, other_later = one(drafted, LATER)
+    assert again == later != tokens and other_later.usage.drafts
+    for usage in (of_later.usage, other_later.usage):
+        assert usage.recall is not None and usage.recall["read"] == usage.recall["blocks"] - 4  # of 8 rows
     drafted.close()
     host = opened(model("qwen3moe"), "cpu", "auto", kv_recall_blocks=0)
     _, near = one(host, ALONE)

@@ -144,6 +144,37 @@ def test_as_much_is_read_as_leaves_so_little_out(left_out: float, restless: dict
     assert restless["home"] > 2
 
 
+def test_up_to_so_many_tokens_all_is_read(plain: Engine, restless: dict[str, int]) -> None:
+    """In the middle of a block, of a draft and of a shared step; whatever the pool."""
+    asked = Generate(1, PROMPT, 140, stop_tokens=())
+    ways = {n: KVRecall(start=n) for n in (0, 500, 520)} | {-1: KVRecall(off=True)}
+    alone = {n: one(plain, replace(asked, kv_recall=way)) for n, way in ways.items()}
+    whole, (tokens, done) = alone[-1][0], alone[500]
+    assert tokens[:51] == whole[:51] and len({tuple(reply) for reply, _ in alone.values()}) == 4
+    rows = range(450, 589)  # one candidate of a row's is read
+    used, left = done.usage.recall, sum(p // 64 - 5 for p in rows if p >= 500)
+    assert used is not None and used["blocks"] - used["read"] == left
+    assert one(plain, replace(asked, kv_recall=KVRecall(start=588)))[1].usage.recall["left_out_max"] > 0
+    assert one(plain, replace(asked, kv_recall=KVRecall(start=589)))[1].usage.recall["left_out_max"] == 0
+    for i, way in enumerate(ways.values()):  # together
+        plain.submit(replace(asked, id=i, kv_recall=way))
+    found: dict[int, list[int]] = {i: [] for i in range(len(ways))}
+    while plain.busy:
+        for event in plain.step():
+            if isinstance(event, Tokens):
+                found[event.id] += event.tokens
+    assert list(found.values()) == [reply for reply, _ in alone.values()]
+    for pool, more in (("448", {"chunk_tokens": 37, "parallel": 1}), ("auto", {"draft": "auto"})):
+        again = engine(pool=pool, ctx_tokens=700, kv_recall_from=500, **more)
+        if "draft" in more:
+            force(again, {1: [*PROMPT, *tokens]})
+        same = one(again, asked)
+        assert same[0] == tokens and same[1].usage.recall == used
+        assert any("where there are more than 500 tokens" in reason for reason in again.ready()["reasons"])
+        again.close()
+    assert restless["home"] > 2
+
+
 def test_nothing_less_is_all(plain: Engine) -> None:
     """Where nothing may be left out, all that weighs anything is read."""
     whole = one(plain, Generate(1, PROMPT, 12, stop_tokens=(), kv_recall=KVRecall(off=True)))[0]
@@ -270,8 +301,12 @@ def test_refusals(plain: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     assert part_of(KVRecall(blocks=0, keep=keep), served) == Part(0, keep)
     assert part_of(KVRecall(left_out=0.5), served) == Part(MAX_BLOCKS, leave=half)
     assert part_of(KVRecall(blocks=3, left_out=0.5), served) == Part(3, leave=half)
-    with pytest.raises(RequestError, match="nothing to choose"):
-        part_of(KVRecall(off=True, left_out=0.5), served)
+    later = Part(7, leave=5, start=9)
+    assert part_of(KVRecall(blocks=3), later) == Part(3, start=9)
+    assert part_of(KVRecall(start=4), later) == Part(7, leave=5, start=4)
+    for way in (KVRecall(off=True, left_out=0.5), KVRecall(off=True, start=0)):
+        with pytest.raises(RequestError, match="nothing to choose"):
+            part_of(way, served)
     assert made_of(None, None) is None and made_of(4, 0.5) == Part(4, leave=half) and made_of(4, 1.0) == Part(0)
 
 
@@ -280,6 +315,7 @@ def test_what_is_left_of_a_context() -> None:
     assert Part(0, ((64, 65), (100, 193))).left(64 * 9) == 2 and Part(0, ((5, 5), (7, 9))).left(64 * 9) == 5
     assert [Part(99, leave=7).chooses(p) for p in (100, 319, 320, 600)] == [False, False, True, True]
     assert [Part(2).chooses(p) for p in (447, 448)] == [False, True]
+    assert [(Part(2, start=460).chooses(p), Part(2, start=460).left(p)) for p in (459, 460)] == [(False, 0), (True, 1)]
     tally = Tally()
     tally.add(range(100, 101), Part(2), 2 * 3, 3)
     tally.add(range(440, 449), Part(2), 8 * 7 * 3 + 8 * 3, 3)  # the last one has three candidates, and read them

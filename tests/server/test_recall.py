@@ -36,6 +36,7 @@ def test_every_api_takes_it(parse: Any, body: dict[str, Any]) -> None:
     given = {"blocks": 3, "keep": [[0, 64], [100, 101]]}
     assert parse(body | {"kv_recall": given}).kv_recall == KVRecall(blocks=3, keep=((0, 64), (100, 101)))
     assert parse(body | {"kv_recall": {}}).kv_recall == KVRecall()
+    assert parse(body | {"kv_recall": {"from": 9}}).kv_recall == KVRecall(start=9)
     assert parse(body | {"kv_recall": {"left_out": 0, "blocks": 2}}).kv_recall == KVRecall(blocks=2, left_out=0.0)
 
 
@@ -49,6 +50,9 @@ def test_every_api_takes_it(parse: Any, body: dict[str, Any]) -> None:
         ({"blocks": -1}, "kv_recall.blocks"),
         ({"blocks": 1.5}, "kv_recall.blocks"),
         ({"blocks": 1 << 40}, "kv_recall.blocks"),
+        ({"from": -1}, "kv_recall.from"),
+        ({"from": 1 << 31}, "kv_recall.from"),
+        ({"start": 1}, "kv_recall.start"),
         ({"left_out": 1.01}, "kv_recall.left_out"),
         ({"left_out": -1e-9}, "kv_recall.left_out"),
         ({"left_out": True}, "kv_recall.left_out"),

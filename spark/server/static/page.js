@@ -39,6 +39,7 @@ const SETTINGS = [
   ["draft", "drafts"],
   ["kv_recall", "share left out of the cache"],
   ["kv_recall_blocks", "blocks read of the cache"],
+  ["kv_recall_from", "tokens of contexts that are read whole"],
 ];
 
 // --- what is known ------------------------------------------------------------------------------
