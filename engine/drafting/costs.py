@@ -9,6 +9,7 @@ LEAST_S = 1e-7  # of a step: a clock may stand still
 SHALLOW_TOKENS = 4096  # of a context, up to which steps take the same; each doubling behind it is judged by itself
 _OUTLIER = 0.5  # of a measurement's logarithm, beyond which it counts as no further away
 _MOST_SEEN = 8  # measurements of a width: so many weigh as much as any more
+_FEW_SEEN = 2  # of which the least counts
 _HOPE = 2.0  # measurements that cost nothing, which are added where it is asked what a step may take
 _TOKEN_COST = 1.0  # of a plain step, that one more token costs where nothing was measured: no draft pays, if that is so
 _HOPED_COST = 0.25  # and what it may cost
@@ -71,6 +72,8 @@ class Costs:
         ratio, known = max(1.0, seconds / self.plain), self._ratios.get(n_drafted)
         if known is None:  # no step takes less than it must, but one may take much longer
             self._ratios[n_drafted] = min(ratio, math.exp(_OUTLIER) * self._at(n_drafted))
+        elif ratio < known and self._seen[n_drafted] <= _FEW_SEEN:
+            self._ratios[n_drafted] = ratio
         else:
             away = math.log(ratio / known)
             far = 0 if abs(away) < _OUTLIER else 1 if away > 0 else -1

@@ -286,8 +286,17 @@ class Gate:
             return decided  # a plain step first: nothing can be compared with what nobody knows
         lengths = [n for n in range(1, MOST_TOKENS + 1) if fits(1 + n)]
         making_s, mean = self._making([whole]), self._stay(*whole, 0.0)
+        gains = [1.0] * len(decided)
         for n, best, gain in _lone_choices(mean, lengths, costs, making_s):
-            decided[n:] = [best if gain >= GAIN else 0] * (len(decided) - n)
+            decided[n:], gains[n:] = [best if gain >= GAIN else 0] * (len(decided) - n), [gain] * (len(decided) - n)
+        pays = decided.copy()
+        # A width that was seen to take too long a few times, or only before the first request, may have been disturbed.
+        for n, best, gain in _lone_choices(mean, lengths, costs, making_s, hopeful=True):
+            decided[n:] = pays[n:]
+            if 0 < pays[n] != best and gain >= GAIN * gains[n] and not costs.is_settled(best):
+                loss_s = making_s + costs.of(best) - costs.plain * (1.0 + sum(mean[:best])) / gains[n]
+                if loss_s <= self._saved_s:
+                    decided[n:] = [best] * (len(decided) - n)
         if lengths and all(decided[n] for n in lengths):
             return decided
         sure, trial = decided.copy(), 0  # the longest that may cost what is saved

@@ -27,8 +27,9 @@ from engine.running.mtp import MOST_TOKENS, Asked, Fed
 from engine.running.reply import Reply
 from engine.running.stepping import Span
 
-HOST_S = 0.25  # that steps are tried for on the host, each so many times, and widths that are the least of use
-HOST_RUNS, HOST_WIDTHS = 3, 4
+HOST_S = 0.25  # that steps are tried for on the host, and widths that are the least of use
+RUNS, HOST_WIDTHS = 3, 4
+DEVICE_S = 0.05  # that a width is tried for on a device, where it takes no longer once
 _DRAWS = 3  # the first of a reply, and those of captured steps
 _KINDS = (Sampling(temperature=0.0), Sampling(temperature=1.0, top_p=0.95))  # which have graphs of their own
 
@@ -98,7 +99,7 @@ def _read(loaded: Loaded, captured: bool = False) -> None:
 def _time(loaded: Loaded) -> None:
     """Steps that may have drafts again, now that nothing is compiled or captured any more: what each takes.
 
-    On the host the least of several runs counts, since the first of a width notes calls and others are disturbed; long
+    The least of several runs counts, since the first of a width notes calls and others are disturbed. On the host long
     steps are left out, and where even short ones take long nothing is said.
     """
     if loaded.drafts is None:
@@ -114,7 +115,7 @@ def _time(loaded: Loaded) -> None:
         if not on_host and n > 1:
             _take_back(loaded, n)
         tries = [_step_seconds(loaded, n)]
-        while on_host and len(tries) < HOST_RUNS and time.perf_counter() < until_s:
+        while len(tries) < RUNS and (time.perf_counter() < until_s if on_host else sum(tries) < DEVICE_S):
             tries.append(_step_seconds(loaded, n))
         seconds[n] = min(tries)
     if on_host and widths:
@@ -142,6 +143,7 @@ def _step_seconds(loaded: Loaded, n: int) -> float:
         assert one.sequence is not None
         tokens, keep = np.asarray(one.history[:n], np.int32), loaded.forward.replayed is not None
         span = Span(one.sequence, tokens, np.zeros(n, bool), tuple(range(n)), keep)
+        loaded.forward.device.synchronize()  # states of a step before may still be replayed
         began_s = time.perf_counter()
         _ = loaded.steps.run([span]).last_residual
         return time.perf_counter() - began_s

@@ -223,7 +223,7 @@ def test_one_reply_is_given_what_would_be_best_for_several(
 def test_the_longest_trial_that_may_be_paid_is_made(
     saved_s: float, fits: Callable[[int], bool], chance: float
 ) -> None:
-    """For promises of every length, as one after the other would be decided."""
+    """For promises of every length, as one after the other would be decided; what pays may be a trial's other width."""
     gate, record = Gate({"test": ((chance,) * 6,)}), Record()
     gate.begin({n - 1: seconds(n) for n in WIDTHS})
     gate.plain(1, 8 * seconds(1), 8)
@@ -233,6 +233,10 @@ def test_the_longest_trial_that_may_be_paid_is_made(
     mean, hoped = (gate._stay(promise, record, hope) for hope in (0.0, 2.0))
     known = list(gate._choices([mean], costs, fits, MOST_TOKENS))
     sure = [c.total if c.gain >= GAIN else 0 for c in known]
+    for n, may in enumerate(gate._choices([mean], costs, fits, MOST_TOKENS, True)):
+        taken_s = costs.plain * (1 + sum(mean[: may.total])) / known[n].gain
+        if sure[n] and may.gain >= GAIN * known[n].gain and costs.of(may.total) - taken_s <= saved_s:
+            sure[n] = may.total
     sure += sure[-1:] * (1 + MOST_TOKENS - len(sure))
     trial = 0
     for n, may in enumerate(gate._choices([hoped], costs, fits, MOST_TOKENS, True)):
@@ -326,6 +330,19 @@ def test_widths_that_were_taken_for_cheap_are_found_out() -> None:
     engine.gate.costs(1).begin({n - 1: seconds(1) * (1.0 + 0.01 * (n - 1)) for n in WIDTHS})
     assert engine.reply(2000, 2, 0.2) > 0.9
     assert engine.reply(4000, 2, 0.2) > 0.98
+
+
+@pytest.mark.parametrize("chance", [0.6, 0.8, 0.93])
+@pytest.mark.parametrize("disturbed", [n - 1 for n in WIDTHS if n > 1])
+def test_a_width_that_was_disturbed_at_the_start_is_found_out(disturbed: int, chance: float) -> None:
+    """Also where another one pays: it is not left at that."""
+    speeds = []
+    for times in (1.0, 2.0):
+        engine = Engine()
+        engine.gate.begin({n - 1: seconds(n) * (times if n - 1 == disturbed else 1.0) for n in WIDTHS})
+        engine.reply(500, 2, chance)
+        speeds.append(engine.reply(12_000, 2, chance))
+    assert speeds[1] > 0.97 * speeds[0], speeds
 
 
 def test_the_first_step_of_a_width_may_take_long() -> None:
