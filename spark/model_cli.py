@@ -18,11 +18,13 @@ from spark.commands.options import (
     GuessOption,
     JsonOption,
     KVOption,
+    LeftOutOption,
     Model,
     ParallelOption,
     PoolOption,
     ProfileOption,
     ReadyOption,
+    RecallOption,
     SparkOption,
     VramsOption,
     cpu_experts,
@@ -81,6 +83,8 @@ def plan(
     on_cpu: CpuExpertsOption = "auto",
     guess: GuessOption = "auto",
     draft: DraftOption = "auto",
+    kv_recall: LeftOutOption = None,
+    kv_recall_blocks: RecallOption = None,
     ready_timeout: ReadyOption = 120.0,
     json_file: JsonOption = None,
 ) -> None:
@@ -112,6 +116,8 @@ def plan(
         cpu_experts=cpu_experts(on_cpu),
         guess=guess,
         draft=drafts(draft),
+        kv_recall=kv_recall,
+        kv_recall_blocks=kv_recall_blocks,
     )
     report = planning.plan(config, vram or (), ready_timeout)
     save(json_file, report.to_json())

@@ -457,6 +457,9 @@ def test_plans_need_no_gpu(tmp_path: Path) -> None:
     parts = ("context", "dense", "kv", "buffers", "staging", "slots")
     for row in figures["rows"]:
         assert row["device_bytes"] == sum(row[f"{part}_bytes"] for part in parts) < row["cap_bytes"]
+    spark("plan", NANO, "--vram", "12", "--kv-recall-blocks", "4", "--json", "recall.json", cwd=tmp_path, env=hidden)
+    (with_sketches,) = json.loads((tmp_path / "recall.json").read_text())["rows"]
+    assert with_sketches["device_bytes"] > figures["rows"][0]["device_bytes"]
 
 
 def test_a_cap_that_is_too_small_names_one_that_does(tmp_path: Path) -> None:
