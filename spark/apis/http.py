@@ -131,6 +131,10 @@ class EventStream(Response):
             left.reschedule(0)
 
         async with self._held:
+            if scope["method"] == "HEAD":  # nothing of a body is written, so nobody would see that the client has gone
+                await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+                await send({"type": "http.response.body", "body": b""})
+                return
             watching = None
             try:
                 async with left:

@@ -128,11 +128,11 @@ def parse_json(text: str) -> Any:
     text = text.strip(_JSON_SPACE)
     try:
         value, end = _DECODER.raw_decode(text)
+        if end != len(text):
+            raise ValueError(f"a second value at {end}")
+        return _mend_surrogates(value) if "\\u" in text and ("\\ud" in text or "\\uD" in text) else value
     except RecursionError as error:  # from brackets nested without end
         raise ValueError("nested too deeply") from error
-    if end != len(text):
-        raise ValueError(f"a second value at {end}")
-    return _mend_surrogates(value) if "\\u" in text and ("\\ud" in text or "\\uD" in text) else value
 
 
 def read_lines(path: Path, intake: Intake) -> Iterator[bytes]:

@@ -13,6 +13,7 @@ import pytest
 
 from spark.extract import attachments
 from spark.extract.dropped import Dropped
+from spark.extract.intake import parse_json
 from spark.extract.openings import Openings
 from spark.extract.typed_ahead import TypedAhead, TypedPrompt
 from tests.claude_logs import attachment
@@ -24,6 +25,13 @@ from tests.extract.test_codex import THREAD, called, event, item, meta, output, 
 ])  # fmt: skip
 def test_numbers_of_an_attachment(value: object, expected: int) -> None:
     assert attachments._count(value, 7) == expected
+
+
+@pytest.mark.parametrize("depth", [500, 700, 900, 5000])
+def test_what_is_nested_too_deeply_is_no_json(depth: int) -> None:
+    """Also where there are halves of surrogate pairs to mend, which takes more of the stack than to read it."""
+    with pytest.raises(ValueError):
+        parse_json('{"a":"\\ud83d\\ude00","b":%s}' % ("[" * depth + "]" * depth))
 
 
 def test_what_is_written_into_a_sentence() -> None:

@@ -28,7 +28,8 @@ def ops_of(device: Any, here: Context) -> DeviceOps:
 
 def some(here: Context, rows: slice) -> Context:
     return replace(
-        here, q=here.q[rows].copy(), sequence=here.sequence[rows].copy(), positions=here.positions[rows].copy()
+        here, q=here.q[rows].copy(), sequence=here.sequence[rows].copy(), positions=here.positions[rows].copy(),
+        most=here.most[rows].copy(),
     )  # fmt: skip
 
 

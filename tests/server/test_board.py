@@ -11,6 +11,7 @@ import pytest
 
 from engine.ground.errors import CapacityError, SparkError
 from spark.server.board import Board, RequestRow
+from spark.server.events import MAX_WATCHERS
 from spark.speech.conversation import Usage
 from tests.server.test_page import read_events
 from tests.server.test_server import PATIENCE_S, Running, body, fake, running, wait_until
@@ -111,6 +112,13 @@ def figures(made: Running) -> dict[str, Any]:
     """As the events have them."""
     with made.http.stream("GET", "/events") as response:
         return dict(read_events(response.iter_lines(), 2)[1][1]["requests"])
+
+
+def test_who_asks_for_headers_alone_watches_nothing() -> None:
+    with running() as made:
+        for _ in range(MAX_WATCHERS + 1):
+            assert made.http.head("/events").headers["content-type"].startswith("text/event-stream")
+        assert figures(made)["open"] == []
 
 
 def test_requests_of_every_api_and_how_they_ended() -> None:
