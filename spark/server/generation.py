@@ -535,9 +535,9 @@ class _Run:
             self._reasoning += 1
         if parser.reasoning or before:
             self._answer_at = len(self.tokens)
-        elif self._free and parts[n:]:
+        elif self._free and (parts[n:] or parser.ended):
             self._free = False
-            if isinstance(parts[n], Text):
+            if not parts[n:] or isinstance(parts[n], Text):  # a stop string is one of the answer, too
                 del parts[n:]
                 self._begin_again()
                 return

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import logging
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -344,6 +345,13 @@ def test_a_form_or_a_call(monkeypatch: pytest.MonkeyPatch, thought: str) -> None
     backend = Backend(thought + CALL)
     parts, finish = run(monkeypatch, "qwen35", backend, conversation)
     assert len(backend.asked) == 1 and finish.reason == "tool_calls"
+
+    # A stop string in what is taken back ends nothing; in the answer it does.
+    for answer, said in (('{"a": 1}', '{"a": 1}'), ('{"a": "S"}', '{"a": "')):
+        backend = Backend(f"{thought}S", answer)
+        parts, finish = run(monkeypatch, "qwen35", backend, replace(conversation, stops=("S",)))
+        assert [p.text for p in whole(parts) if isinstance(p, Text)][-1:] == [said] and len(backend.asked) == 2
+        assert finish.stop == ("S" if said != answer else None)
 
 
 def test_prompts_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
