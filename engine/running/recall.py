@@ -361,7 +361,7 @@ class Ahead:
     def next(self, n: int) -> bool:
         """Whether any row of step n = 0, 1 ... reads a part; feeds what it needs."""
         ends = [start + n for _, _, _, start in self._reads]
-        alike = [  # no two steps that are differ in what is fed
+        alike = [  # steps that are alike are fed the same
             (end // KV_BLOCK_TOKENS, part is not None and end >= part.start)
             for (part, _, _, _), end in zip(self._reads, ends, strict=True)
         ]
