@@ -7,8 +7,9 @@
 // Kernels.
 //   router           a warp a unit, and every warp repeats the norm, so that none waits for another: for one token
 //                    grid ((E + D / 128 rounded up) / warps rounded up, T), block at most 4 warps
-//   router_several   a block's warps share the norm: for the rows of several tokens, whose norms would be too many
-//                    grid (units / WARPS rounded up, T), block WARPS warps, shared memory 2 * D floats
+//   router_several   a block's warps share the norms of TOKENS rows, and load their rows of the gate once for all of them
+//                    grid (units / WARPS, T / TOKENS, both rounded up), block WARPS warps; shared memory (1 + TOKENS) * D
+//                    floats, of each row D rounded up to a multiple of 4
 #include "rows.cuh"
 
 constexpr i32 D = COLS;
@@ -83,16 +84,15 @@ KERNEL __launch_bounds__(128) router(const float* x, const float* norm, float ep
 
 KERNEL __launch_bounds__(WARPS * WARP, 3)
     router_several(const float* x, const float* norm, float eps, const u8* gate, i32 E, float* h, float* logits, i8* q,
-                   float* d, i32* sums) {
-    DYNAMIC_SHARED(float, row);
-    __shared__ float shared_scale;
+                   float* d, i32* sums, i32 T) {
+    DYNAMIC_SHARED(float, norms);
+    __shared__ float scales[TOKENS];
     constexpr i32 PADDED = (D + 3) / 4 * 4;
-    float* const norms = row + PADDED;
+    float* const rows = norms + PADDED;
     const i32 lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, unit = blockIdx.x * WARPS + warp;
-    const i64 t = blockIdx.y;
+    const i32 t0 = blockIdx.y * TOKENS, n = min(TOKENS, T - t0);
     const u8* const weights = gate + (i64)min(unit, E - 1) * row_bytes_of(TYPE, D);
     auto ws = [&](i32 i) { return weight_of<TYPE>(weights, i); };
-    x += t * D;
     copy_floats(norms, norm, D);
     copies_commit();
     float held_w[HELD];
@@ -101,47 +101,60 @@ KERNEL __launch_bounds__(WARPS * WARP, 3)
         held_w[i] = element(ws, i);
     dependency_wait();
     dependency_release(); // late: ptx.cuh
-    copy_floats(row, x, D);
+    for (i32 j = 0; j < n; j++)
+        copy_floats(rows + j * PADDED, x + (i64)(t0 + j) * D, D);
     copies_commit();
     copies_wait<0>();
     __syncthreads();
-    if (warp == 0) { // the others would only compete with it
-        const float scale = norm_scale(square_sum<16>(row, D), D, eps);
+    for (i32 j = warp; j < n; j += WARPS) { // a warp a row: others would only compete with it
+        const float scale = norm_scale(square_sum<16>(rows + j * PADDED, D), D, eps);
         if (lane == 0)
-            shared_scale = scale;
+            scales[j] = scale;
     }
     __syncthreads();
-    const float scale = shared_scale;
     const i32 first = 128 * (unit - E); // of the elements that a warp without a row of the gate writes
-    if (unit >= E && q) {
-        const Input to = global_input(nullptr, q + t * D, d + t * (D / 32), sums + t * (D / 32));
-        if (first < D)
-            quantize_four(to, four_of(row, D, first + 4 * lane), true, four_of(norms, D, first + 4 * lane), scale,
+    for (i32 j = 0; j < n && unit >= E; j++) {
+        const float* const row = rows + j * PADDED;
+        const i64 t = t0 + j;
+        if (q && first < D) {
+            const Input to = global_input(nullptr, q + t * D, d + t * (D / 32), sums + t * (D / 32));
+            quantize_four(to, four_of(row, D, first + 4 * lane), true, four_of(norms, D, first + 4 * lane), scales[j],
                           h + t * D, D, first + 4 * lane);
-    } else if (unit >= E) {
-        for (i32 i = first + lane; i < min(first + 128, D); i += WARP)
-            h[t * D + i] = (row[i] * scale) * norms[i];
+        } else if (!q) {
+            for (i32 i = first + lane; i < min(first + 128, D); i += WARP)
+                h[t * D + i] = (row[i] * scales[j]) * norms[i];
+        }
     }
-    // The block's warps share the normed row, too.
+    // The block's warps share the normed rows, too.
     if (blockIdx.x * WARPS >= E)
         return;
     __syncthreads();
-    for (i32 i = threadIdx.x; i < D; i += WARPS * WARP)
-        row[i] = (row[i] * scale) * norms[i];
+    for (i32 j = 0; j < n; j++)
+        for (i32 i = threadIdx.x; i < D; i += WARPS * WARP)
+            rows[j * PADDED + i] = (rows[j * PADDED + i] * scales[j]) * norms[i];
     __syncthreads();
     if (unit >= E)
         return;
-    auto hs = [&](i32 i) { return row[i]; };
-    float acc = 0.0f;
+    float acc[TOKENS] = {};
+    auto take = [&](float w, i32 step) {
+#pragma unroll
+        for (i32 j = 0; j < TOKENS; j++) { // beyond the last row, the last again
+            const float* const row = rows + min(j, n - 1) * PADDED;
+            acc[j] = __fmaf_rn(w, element([&](i32 i) { return row[i]; }, step), acc[j]);
+        }
+    };
 #pragma unroll
     for (i32 i = 0; i < HELD; i++)
-        acc = __fmaf_rn(held_w[i], element(hs, i), acc);
+        take(held_w[i], i);
 #pragma unroll 8
     for (i32 i = HELD; i < STEPS; i++)
-        acc = __fmaf_rn(element(ws, i), element(hs, i), acc);
-    const float logit = fold(acc);
-    if (lane == 0)
-        logits[t * E + unit] = logit;
+        take(element(ws, i), i);
+#pragma unroll
+    for (i32 j = 0; j < TOKENS; j++) {
+        const float logit = fold(acc[j]);
+        if (lane == 0 && j < n)
+            logits[(i64)(t0 + j) * E + unit] = logit;
+    }
 }
 
 #endif

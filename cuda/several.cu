@@ -248,7 +248,14 @@ KERNEL combine_norm(const float* y, const float* weights, i32 n_used, i32 D, flo
     }
     copies_wait<0>();
     __syncthreads();
-    const float scale = norm_scale(square_sum(xs, D), D, eps);
+    __shared__ float found;
+    if (threadIdx.x < WARP) { // a warp: others would only compete with it
+        const float made = norm_scale(square_sum<32>(xs, D), D, eps);
+        if (threadIdx.x == 0)
+            found = made;
+    }
+    __syncthreads();
+    const float scale = found;
     quantize_row(global_input(nullptr, q + t * D, d + t * (D / 32), sums + t * (D / 32)), xs, norms, scale, nullptr, D,
                  threadIdx.x / WARP, blockDim.x / WARP);
 }

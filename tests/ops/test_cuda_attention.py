@@ -271,7 +271,7 @@ def test_rows_of_many_sequences_share_a_launch(device: Any, kv_type: str) -> Non
     scene = Scene(12, 4, 128, kv_type, lengths, 64)
     q, sequence, positions = scene.query(T), np.arange(T, dtype=np.int32), np.array(lengths, np.int32) - 1
     together = scene.run(device, q, sequence, positions, apart=True)
-    assert device.grids["attention_splits"] == [(4, 9)] and device.grids["attention_combine"] == [(48, T)]
+    assert device.grids["attention_splits"] == [(4, 9)] and device.grids["attention_combine"] == [(12, T)]
     for t in range(T):
         same_bits(scene.run(device, q[t : t + 1], sequence[t : t + 1], positions[t : t + 1])[0], together[t])
 

@@ -265,9 +265,13 @@ def test_what_does_not_fit_on_tensor_cores() -> None:
     assert cut is not None and cut.shared and cut.blocks >= 132
 
 
+ROUTED = [(1, 768), (3, 416), (33, 256), (2, 77), (5, 96), (11, 416), (9, 77), (10, 2208)]
+
+
 @pytest.mark.parametrize("qtype", FLOAT_TYPES, ids=lambda t: t.name)
-@pytest.mark.parametrize(("T", "D"), [(1, 768), (3, 416), (33, 256), (2, 77)])
-def test_router(device: Any, products: Products, qtype: QType, T: int, D: int) -> None:
+@pytest.mark.parametrize(("T", "D"), ROUTED)
+def test_router(device: Any, qtype: QType, T: int, D: int) -> None:
+    products = Products(device, replace(LIMITS, n_embd=max(LIMITS.n_embd, D)))
     E = 23
     gate = matrix(qtype, E, D)
     x, norm = normal(T, D), normal(D, seed=2)

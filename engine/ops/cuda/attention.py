@@ -30,6 +30,7 @@ MAX_STAGES = 4  # tiles in flight: enough for the latency of memory
 MAX_BLOCKS = 3  # of a multiprocessor, as registers allow where rows and heads are small
 MANY = 4  # splits of a multiprocessor; with more of them, more blocks are better than more tiles of each in flight
 COMBINE_THREADS = 256
+FEW_ROWS = 1  # up to so many, a lane of attention_combine has one element: there are few blocks anyway
 INPUT_HEADS = 4  # of a block of attention_input
 MAX_HEAD_DIM = 512
 PLAIN_HEAD_DIM = 256  # up to which a block of keys and values is one tile; beyond, multiples of LARGE_HEADS
@@ -192,9 +193,10 @@ class Attention:
                 more[4:] = recall.masses[rows], recall.scores[rows], recall.left[rows], recall.missed[rows]
             if quantized is not None:
                 more[:3] = quantized.q[rows], quantized.d[rows], quantized.sums[rows]
-            combine = Module("combine.cu", (flags[0], *splits, *gating))
+            each_has = 4 if n > FEW_ROWS and head_dim % 4 == 0 else 1
+            combine = Module("combine.cu", (flags[0], *splits, *gating, ("EACH", str(each_has))))
             self.device.kernel(combine, "attention_combine")(
-                (-(-H * head_dim // 32), n),
+                (-(-H * head_dim // (32 * each_has)), n),
                 COMBINE_THREADS,
                 (*partial, positions[rows], H, H // K, max_blocks, max_splits, out[rows], *more),
                 overlap=overlap,

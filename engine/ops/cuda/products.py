@@ -94,6 +94,11 @@ def shared_input_bytes(width: int, is_float: bool, tokens: int = 1) -> int:
     return -(-tokens * (4 * width if is_float else width + width // 4) // 16) * 16
 
 
+def _router_tokens(T: int) -> int:
+    """Tokens that share a block's rows of a router; 0: each warp makes the norm for itself."""
+    return 0 if T <= 4 else 1 if T <= 8 else 2
+
+
 def _scales(ws: tuple[QTensor, ...]) -> list[float]:
     return [w.scale for w in ws] + [1.0] * (MATRICES - len(ws))
 
@@ -265,11 +270,14 @@ class Products:
         to = self._routed.rows(T, D) if D % 32 == 0 else None
         defines = (("TYPE", gate.qtype.name), ("COLS", str(D)))
         args = (x, norm, eps, gate.data, E, h, logits, *((None,) * 3 if to is None else (to.q, to.d, to.sums)))
-        units, n_bytes = E + -(-D // 128), 8 * (-(-D // 4) * 4)
+        units, row_bytes = E + -(-D // 128), 4 * (-(-D // 4) * 4)
         # Of a few tokens each warp makes the norm for itself sooner than a block's warps share one.
-        if T > 4 and n_bytes + STATIC_SHARED <= self.device.max_shared_bytes:
-            kernel = self.device.kernel(Module("router.cu", (*defines, ("WARPS", str(WARPS)))), "router_several")
-            kernel((-(-units // WARPS), T), WARPS * WARP, args, n_bytes, overlap=True)
+        most = min((self.device.max_shared_bytes - STATIC_SHARED) // row_bytes - 1, _router_tokens(T))
+        if most > 0:
+            shape = ("WARPS", str(WARPS)), ("TOKENS", str(most))
+            kernel = self.device.kernel(Module("router.cu", (*defines, *shape)), "router_several")
+            grid = (-(-units // WARPS), -(-T // most))
+            kernel(grid, WARPS * WARP, (*args, T), (1 + most) * row_bytes, overlap=True)
         else:
             warps = min(T, 4)  # of one token: what they load of it comes once to a multiprocessor
             grid = (-(-units // warps), T)
