@@ -106,7 +106,10 @@ class Rules:
     def json(self, schema: Schema, root: Schema | None = None) -> str:
         """JSON text of a schema; root: the schema that it is a part of, for what it refers to."""
         if schema is not False:
-            made = closed({} if schema is True else schema, schema if root is None else root)
+            try:
+                made = closed({} if schema is True else schema, schema if root is None else root)
+            except ValueError as error:
+                raise self.refusal(str(error)) from None
             schema = {**made, "x-guidance": {"whitespace_pattern": _BLANKS}}
         return self.add(f"%json {json.dumps(schema)}")
 
@@ -124,7 +127,9 @@ class Rules:
 
     def resolved(self, schema: Any, root: Any) -> Any:
         """The schema that one which only refers to another means."""
-        for _ in range(64):
+        seen: set[int] = set()
+        while id(schema) not in seen:
+            seen.add(id(schema))
             if not isinstance(schema, dict | bool):
                 raise self.refusal(f"{json.dumps(schema)[:80]} is no schema")
             if isinstance(schema, bool) or "$ref" not in schema:
@@ -155,12 +160,16 @@ class Rules:
 
     def text(self, schema: Any, root: Any, mark: str) -> str:
         """A string that `schema` allows, as it is, or null; up to `mark`, and the mark."""
-        return self._any_of(self._texts(schema, root, mark))
+        return self._any_of(self._texts(schema, root, mark, set()))
 
-    def _texts(self, schema: Any, root: Any, mark: str) -> list[str]:
+    def _texts(self, schema: Any, root: Any, mark: str, seen: set[int]) -> list[str]:
+        """The texts that a schema allows; none of a schema that was `seen`: options may meet again."""
         schema = self.resolved(schema, root)
         if isinstance(schema, bool):
             return [self.until(mark)] if schema else []
+        if id(schema) in seen:
+            return []
+        seen.add(id(schema))
         self.without(_NOT_IN_TEXT, schema)
         choices = _choices(schema)
         if choices is not None:
@@ -168,20 +177,23 @@ class Rules:
             return [f"{quoted(text)} {self.marks(mark)}" for text in texts if isinstance(text, str)]
         if "anyOf" in schema:
             self.without(_NOT_BESIDE_ANY_OF, schema)
-            return [text for option in self._options(schema, "anyOf") for text in self._texts(option, root, mark)]
+            return [text for option in self._options(schema, "anyOf") for text in self._texts(option, root, mark, seen)]
         kinds = _kinds(schema)
         texts = [f"{quoted('null')} {self.marks(mark)}"] if "null" in kinds else []
         return [*texts, self.until(mark, self._conditions(schema))] if "string" in kinds else texts
 
-    def _allows_text(self, schema: Any, root: Any) -> bool:
+    def _allows_text(self, schema: Any, root: Any, seen: set[int]) -> bool:
         schema = self.resolved(schema, root)
         if isinstance(schema, bool):
             return schema
+        if id(schema) in seen:  # where it allowed text, nobody would ask again
+            return False
+        seen.add(id(schema))
         choices = _choices(schema)
         if choices is not None:
             return any(isinstance(choice, str) for choice in choices)
         options = [*self._options(schema, "anyOf"), *self._options(schema, "oneOf")]
-        return any(self._allows_text(o, root) for o in options) if options else "string" in _kinds(schema)
+        return any(self._allows_text(o, root, seen) for o in options) if options else "string" in _kinds(schema)
 
     def _options(self, schema: Mapping[str, Any], keyword: str) -> list[Any]:
         options = schema.get(keyword, [])
@@ -216,7 +228,7 @@ class Rules:
         """
         found = []
         for name, schema, required in self.properties(tool.parameters, tool.parameters):
-            if self._allows_text(schema, tool.parameters):
+            if self._allows_text(schema, tool.parameters, set()):
                 value = self.text(schema, tool.parameters, after)
             else:
                 value = f"{self.json(schema, tool.parameters)} {self.marks(after)}"

@@ -7,6 +7,9 @@ from __future__ import annotations
 
 import itertools
 import json
+import time
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +21,7 @@ from jsonschema import Draft202012Validator
 
 from engine.ground.errors import RequestError
 from engine.text.grammar import Compiled, Vocabulary
-from engine.text.schemas import closed
+from engine.text.schemas import _OPTIONS, MOST_DEEP, _Closing, _Known, _merged, _own, closed
 from engine.text.tokenizer import load
 
 NANO = Path(__file__).parents[2] / "data" / "nano" / "nano.gguf"
@@ -163,3 +166,138 @@ def test_closed_is_what_jsonschema_calls_unevaluated(
     for value in values:
         accepted = judge is not None and judge.accepts_object(value)
         assert accepted == oracle.is_valid(value), (value, closed(schema, schema))
+
+
+# --- references that meet again, that go round, and long chains of them -------------------------------
+
+
+class PlainClosing(_Closing):
+    """What `closed` means, word for word: every way through the references is walked, and nothing is remembered."""
+
+    def _parts(self, schema: Mapping[str, Any], seen: frozenset[str] = frozenset()) -> dict[tuple[str, int], _Known]:
+        def known(inner: Any, seen: frozenset[str]) -> _Known:
+            return _merged(self._parts(inner, seen).values()) if isinstance(inner, dict) else _Known()
+
+        parts = {("", 0): _own(schema)}
+        for i, member in enumerate(schema.get("allOf", [])):
+            parts["allOf", i] = known(member, seen)
+        target = self._target(schema)
+        if target is not None and schema["$ref"] not in seen:
+            parts["$ref", 0] = known(target, seen | {schema["$ref"]})
+        for key in _OPTIONS:
+            if key in schema:
+                options = [known(option, seen) for option in schema[key]]
+                opens = any(option.opens or option.options for option in options)
+                parts[key, 0] = replace(_merged(options), named=False, opens=False, shut=False, options=opens)
+        return parts
+
+    def _beside_members(
+        self, parts: Mapping[tuple[str, int], _Known], beside: _Known, members: list[Any]
+    ) -> list[_Known]:
+        return [self._others(parts, beside, ("allOf", i)) for i in range(len(members))]
+
+
+def plainly_closed(schema: Any) -> Any:
+    closing = PlainClosing(schema)
+    made = closing.anew(schema)
+    closing.define()
+    return {"$defs": closing.definitions, **{key: value for key, value in made.items() if key != "$defs"}}
+
+
+def diamond(n: int, keyword: str, **beside: Any) -> dict[str, Any]:
+    """Definitions, each of which refers twice to the next one."""
+    definitions: dict[str, Any] = {f"d{n}": {"type": "object", "properties": {"x": {"type": "integer"}}}}
+    for i in range(n):
+        twice = [{"$ref": f"#/$defs/d{i + 1}"}] * 2
+        one = {"properties": dict(zip("lr", twice, strict=True))} if keyword == "properties" else {keyword: twice}
+        definitions[f"d{i}"] = {**one, **beside}
+    return {"$defs": definitions, "$ref": "#/$defs/d0"}
+
+
+NAMES = ("p", "q", "r")
+TO_ANY = st.sampled_from([{"$ref": f"#/$defs/{name}"} for name in NAMES] + [{"$ref": "#"}])
+ANY = st.recursive(
+    OBJECT | TO_ANY,
+    lambda inner: st.builds(
+        lambda own, more: {**own, **more},
+        OBJECT | TO_ANY | st.just({}),
+        st.dictionaries(st.sampled_from(["allOf", *_OPTIONS]), st.lists(inner, min_size=1, max_size=2), max_size=2)
+        | inner.map(lambda found: {"properties": {"n": found}}),
+    ),
+    max_leaves=4,
+)
+
+
+@settings(max_examples=300)
+@given(schema=ANY, definitions=st.fixed_dictionaries(dict.fromkeys(NAMES, ANY)))
+def test_what_is_remembered_of_schemas_changes_nothing(schema: Any, definitions: dict[str, Any]) -> None:
+    schema = {**schema, "$defs": definitions}
+    made, plain = closed(schema, schema), plainly_closed(schema)
+    assert {"$defs": {}, **made} == plain
+
+
+@settings(max_examples=100)
+@given(schema=MERGED, p=OBJECT, q=MEMBER)
+def test_without_circles_the_order_of_properties_is_the_same_too(schema: Any, p: Any, q: Any) -> None:
+    q = json.loads(json.dumps(q).replace("/q", "/p"))
+    schema = {**schema, "$defs": {"p": p, "q": q}}
+    assert json.dumps({"$defs": {}, **closed(schema, schema)}) == json.dumps(plainly_closed(schema))
+
+
+@pytest.mark.parametrize("keyword", ["allOf", "anyOf", "properties"])
+def test_a_diamond_is_as_large_as_it_is_written(keyword: str, vocabulary: Vocabulary) -> None:
+    schema = diamond(40, keyword, **({"type": "object"} if keyword == "properties" else {}))
+    began_s = time.process_time()
+    judge = Judge({"kind": "json_schema", "schema": schema}, vocabulary)
+    assert time.process_time() - began_s < 5
+    if keyword == "properties":
+        assert judge.accepts('{"l":{"r":{}}}') and not judge.accepts('{"l":{"x":1}}')
+    else:
+        assert judge.accepts('{"x":1}') and not judge.accepts('{"y":1}')
+
+
+def test_wide_and_long_schemas_take_their_size(vocabulary: Vocabulary) -> None:
+    began_s = time.process_time()
+    n = 3000
+    circle = {f"d{i}": {"anyOf": [{"$ref": f"#/$defs/d{(i + 1) % n}"}, {"type": "integer"}]} for i in range(n)}
+    for schema in (
+        {"allOf": [{"properties": {f"p{i}": True}} for i in range(1500)]},
+        {"$defs": {"a": A}, "allOf": [{"$ref": "#/$defs/a"}] * n},
+        {"$defs": {"a": A}, "type": "object", "properties": {f"p{i}": {"$ref": "#/$defs/a"} for i in range(n)}},
+    ):
+        closed(schema, schema)
+    with pytest.raises(ValueError, match="deep"):
+        closed(schema := {"$defs": circle, "$ref": "#/$defs/d0"}, schema)
+    assert time.process_time() - began_s < 10
+
+
+@pytest.mark.parametrize("keyword", ["allOf", "anyOf", "properties"])
+def test_a_chain_that_is_too_deep_is_refused(keyword: str, vocabulary: Vocabulary) -> None:
+    beside = {"type": "object"} if keyword == "properties" else {}
+    wanted = {"kind": "json_schema", "schema": diamond(5000, keyword, **beside)}
+    with pytest.raises(RequestError, match=f"the schema cannot be enforced: its references lead more than {MOST_DEEP}"):
+        Judge(wanted, vocabulary)
+    Judge({"kind": "json_schema", "schema": diamond(MOST_DEEP - 8, "properties", type="object")}, vocabulary)
+
+
+def test_options_that_would_be_too_many_objects_are_refused(vocabulary: Vocabulary) -> None:
+    definitions: dict[str, Any] = {"d40": A}
+    for i in range(40):
+        options = [{"$ref": f"#/$defs/d{i + 1}", "properties": {f"{side}{i}": True}} for side in "lr"]
+        definitions[f"d{i}"] = {"anyOf": options}
+    with pytest.raises(RequestError, match=r"cannot be enforced: its options .* more than 65536 different objects"):
+        Judge({"kind": "json_schema", "schema": {"$defs": definitions, "$ref": "#/$defs/d0"}}, vocabulary)
+
+
+@pytest.mark.parametrize("form", ["xml", "laguna", "gemma4"])
+def test_options_of_a_call_that_meet_again(form: str, vocabulary: Vocabulary) -> None:
+    schema = diamond(40, "anyOf")
+    schema["$defs"]["d40"] = {"type": ["string", "null"]}
+    schema["$defs"]["d39"]["anyOf"].append({"$ref": "#/$defs/d0"})
+    parameters = {"type": "object", "$defs": schema["$defs"], "properties": {"x": {"$ref": "#/$defs/d0"}}}
+    began_s = time.process_time()
+    tools = [{"name": "t", "parameters": parameters}]
+    judge = Judge({"kind": "tool_call", "format": form, "tools": tools, "parallel": False}, vocabulary)
+    assert time.process_time() - began_s < 5
+    if form == "xml":
+        assert judge.accepts("<tool_call>\n<function=t>\n<parameter=x>\nhi\n</parameter>\n</function>\n</tool_call>")
