@@ -164,7 +164,9 @@ def _rules(wanted: _Wanted, tokenizer: Tokenizer) -> Rules:
         tools = [tool for tool in wanted.tools if wanted.name in (None, tool.name)]
         body = calls(rules, wanted.format, tools, wanted.parallel)
     else:
-        body = rules.json(wanted.schema if isinstance(wanted, _JsonSchema) else {"type": "object"})
+        schema = wanted.schema if isinstance(wanted, _JsonSchema) else {"type": "object"}
+        rules.check_ends(schema)
+        body = rules.json(schema)
     if wanted.after is not None:
         reasoning = f"{rules.until(wanted.after)} {_AFTER_REASONING}"
         body = f"{reasoning} {body}" if wanted.opens is None else f"({rules.marks(wanted.opens)} {reasoning})? {body}"

@@ -23,7 +23,9 @@ from typing import Any, Literal, TypeAlias
 from llguidance import regex_to_lark
 
 from engine.ground.errors import RequestError
-from engine.text.schemas import closed
+from engine.text.circles import endless
+from engine.text.ranges import held
+from engine.text.schemas import closed, resolved
 from engine.text.tokenizer import Tokenizer
 
 Format: TypeAlias = Literal["hermes", "xml", "laguna", "gemma4"]
@@ -120,6 +122,15 @@ class Rules:
         of_tool = f" of tool {self.tool!r}" if self.tool else ""
         return RequestError(f"the schema{of_tool} cannot be enforced: {reason}")
 
+    def check_ends(self, schema: Any) -> None:
+        """Refuse a schema that a value would have no end by."""
+        reference = endless(schema, lambda found: resolved(found["$ref"], schema))
+        if reference is not None:
+            raise self.refusal(
+                f"the reference {reference!r} refers to itself in a circle, and no JSON that ends is valid by it; do "
+                "not require what leads back, or give it another option by 'anyOf'"
+            )
+
     def without(self, keywords: Collection[str], schema: Mapping[str, Any]) -> None:
         """Refuse a schema that has one of these keywords."""
         for found in sorted(set(keywords) & schema.keys()):
@@ -204,6 +215,7 @@ class Rules:
     def _conditions(self, schema: Mapping[str, Any]) -> list[str]:
         """Regular expressions for the keywords of strings."""
         found = []
+        schema = self._held(schema)
         low, high = schema.get("minLength", 0), schema.get("maxLength", "")
         if low or high != "":
             if type(low) is not int or type(high) not in (int, str):
@@ -235,6 +247,12 @@ class Rules:
             opened = f"{self.marks(before)} {quoted(name)} {self.marks(between)}"
             found.append(self.add(f'{opened} {value} "\\n"') + ("" if required else "?"))
         return " ".join(found)
+
+    def _held(self, schema: Mapping[str, Any]) -> Mapping[str, Any]:
+        try:
+            return held(schema)
+        except ValueError as error:
+            raise self.refusal(str(error)) from None
 
     # --- Gemma's values ------------------------------------------------------------------------------
 
@@ -284,6 +302,7 @@ class Rules:
 
     def _array(self, schema: Mapping[str, Any], root: Any) -> str:
         self.without(_NOT_IN_ARRAYS, schema)
+        schema = self._held(schema)
         item, low, high = self._item(schema.get("items", True), root), schema.get("minItems", 0), schema.get("maxItems")
         if type(low) is not int or (high is not None and (type(high) is not int or not low <= high)):
             raise self.refusal("'minItems' and 'maxItems' are integers, in order")
@@ -388,6 +407,7 @@ def calls(rules: Rules, form: Format, tools: Sequence[Tool], parallel: bool) -> 
     found = []
     for tool in tools:
         rules.tool = tool.name
+        rules.check_ends(tool.parameters)
         found.append(rules.add(write(rules, tool)))
     rules.tool = ""
     call = rules.add(" | ".join(found))

@@ -15,11 +15,13 @@ from functools import cached_property
 from typing import Any
 from urllib.parse import unquote
 
-_VALUES = ("additionalProperties", "items", "additionalItems", "contains", "unevaluatedItems")  # a schema each
-_MANY = ("properties", "patternProperties")  # schemas by name
-_OPTIONS = ("anyOf", "oneOf")
+from engine.text.ranges import held
+
+VALUES = ("additionalProperties", "items", "additionalItems", "contains", "unevaluatedItems")  # a schema each
+MANY = ("properties", "patternProperties")  # schemas by name
+OPTIONS = ("anyOf", "oneOf")
 _DEFINITIONS = ("$defs", "definitions")
-_IN_PLACE = {"$ref", "allOf", *_OPTIONS}  # keywords whose schemas are of the same value
+_IN_PLACE = {"$ref", "allOf", *OPTIONS}  # keywords whose schemas are of the same value
 MOST_CLOSED = 1 << 16  # schemas that one is made of: as many as there may be values in what was asked for
 MOST_DEEP = 256  # schemas within each other, through references, too: the library's stack has room for some 900
 
@@ -56,9 +58,9 @@ def closed(schema: Any, root: Any) -> Any:
     """A schema that allows what `schema` does, without properties that it does not name.
 
     root: the schema that it is a part of, for what it refers to. References that lead nowhere, or to other documents,
-    are left as they are. Raises RecursionError for what is nested too deeply, and ValueError, which says why, for what
-    would be too large or too deep: of options behind options that name properties, each way through them is an object
-    of its own.
+    are left as they are. Raises RecursionError for what is nested too deeply, and ValueError, which says why, for a
+    number that the library does not hold (engine/text/ranges.py), and for what would be too large or too deep: of
+    options behind options that name properties, each way through them is an object of its own.
     """
     if not isinstance(schema, dict):
         return schema
@@ -73,6 +75,20 @@ def closed(schema: Any, root: Any) -> Any:
     return {**kept, **{key: value for key, value in made.items() if key not in kept}}
 
 
+def resolved(reference: Any, root: Any) -> Any:
+    """The schema that a reference leads to in `root`; None where it leads nowhere, or to another document."""
+    if not isinstance(reference, str) or not (reference == "#" or reference.startswith("#/")):
+        return None
+    found = root
+    for step in unquote(reference).split("/")[1:]:
+        key = step.replace("~1", "/").replace("~0", "~")
+        if isinstance(found, list) and key.isdecimal() and int(key) < len(found):
+            found = found[int(key)]
+        else:
+            found = found.get(key) if isinstance(found, dict) else None
+    return found if isinstance(found, dict | bool) else None
+
+
 class _Closing:
     """definitions: schemas that are referred to, closed, by new names. left: a reference was left as it is."""
 
@@ -82,7 +98,7 @@ class _Closing:
         self._root = root
         self._names: dict[tuple[Any, ...], str] = {}
         self._asked: list[tuple[str, Any, _Known, bool]] = []  # definitions that are not made yet
-        self._targets: dict[Any, Any] = {}
+        self._targets: dict[str, Any] = {}
         self._of: dict[int, _Known] = {}  # by the identity of a schema: each is looked at once
         self._n_closed = 0
         self._making = ""  # the definition that is being made
@@ -137,16 +153,16 @@ class _Closing:
         for key, value in schema.items():
             if key in _DEFINITIONS and isinstance(value, dict):
                 continue
-            if key in _MANY and isinstance(value, dict):
+            if key in MANY and isinstance(value, dict):
                 value = {name: self.anew(inner) for name, inner in value.items()}
-            elif key in _VALUES and isinstance(value, dict):
+            elif key in VALUES and isinstance(value, dict):
                 value = self.anew(value)
             elif key in ("items", "prefixItems") and isinstance(value, list):
                 value = [self.anew(inner) for inner in value]
             elif key == "allOf" and isinstance(value, list):
                 known = self._beside_members(parts, beside, value)
                 value = [self._close(inner, others, False) for inner, others in zip(value, known, strict=True)]
-            elif key in _OPTIONS and isinstance(value, list):
+            elif key in OPTIONS and isinstance(value, list):
                 others = self._others(parts, beside, (key, 0))
                 if key == "oneOf" and not self._told_apart(value):
                     # One that is closed more than this might match alone where two of the schema's own do.
@@ -162,7 +178,7 @@ class _Closing:
         if whole and everything.named and not (everything.opens or everything.shut or everything.options):
             self._shut(made, everything)
         self._level -= 1
-        return made
+        return held(made)
 
     def _shut(self, schema: dict[str, Any], known: _Known) -> None:
         for key, names in (("properties", known.names), ("patternProperties", known.patterns)):
@@ -199,7 +215,7 @@ class _Closing:
         for name, inner in self._conditions(schema).items():
             known = [self._known(each) for each in inner]
             merged = _merged(known)
-            if name[0] in _OPTIONS:
+            if name[0] in OPTIONS:
                 opens = any(k.opens or k.options for k in known)
                 merged = replace(merged, named=False, opens=False, shut=False, options=opens)
             parts[name] = merged
@@ -212,7 +228,7 @@ class _Closing:
         target = self._target(schema)
         if target is not None:
             found["$ref", 0] = [target]
-        for key in _OPTIONS:
+        for key in OPTIONS:
             if isinstance(schema.get(key), list):
                 found[key, 0] = schema[key]
         return found
@@ -255,23 +271,11 @@ class _Closing:
         reference = schema.get("$ref") if isinstance(schema, dict) else None
         if reference is None:
             return None
-        found = None
-        if isinstance(reference, str) and (reference == "#" or reference.startswith("#/")):
-            if reference not in self._targets:
-                self._targets[reference] = self._found(reference)
-            found = self._targets[reference]
+        if str(reference) not in self._targets:
+            self._targets[str(reference)] = resolved(reference, self._root)
+        found = self._targets[str(reference)]
         self.left = self.left or found is None
         return found
-
-    def _found(self, reference: str) -> Any:
-        found = self._root
-        for step in unquote(reference).split("/")[1:]:
-            key = step.replace("~1", "/").replace("~0", "~")
-            if isinstance(found, list) and key.isdecimal() and int(key) < len(found):
-                found = found[int(key)]
-            else:
-                found = found.get(key) if isinstance(found, dict) else None
-        return found if isinstance(found, dict | bool) else None
 
     def _defined(self, reference: str, target: Any, beside: _Known, whole: bool) -> str:
         """A reference to what `target` is beside something else."""

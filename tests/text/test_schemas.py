@@ -21,7 +21,7 @@ from jsonschema import Draft202012Validator
 
 from engine.ground.errors import RequestError
 from engine.text.grammar import Compiled, Vocabulary
-from engine.text.schemas import _OPTIONS, MOST_DEEP, _Closing, _Known, _merged, _own, closed
+from engine.text.schemas import MOST_DEEP, OPTIONS, _Closing, _Known, _merged, _own, closed
 from engine.text.tokenizer import load
 
 NANO = Path(__file__).parents[2] / "data" / "nano" / "nano.gguf"
@@ -184,7 +184,7 @@ class PlainClosing(_Closing):
         target = self._target(schema)
         if target is not None and schema["$ref"] not in seen:
             parts["$ref", 0] = known(target, seen | {schema["$ref"]})
-        for key in _OPTIONS:
+        for key in OPTIONS:
             if key in schema:
                 options = [known(option, seen) for option in schema[key]]
                 opens = any(option.opens or option.options for option in options)
@@ -221,7 +221,7 @@ ANY = st.recursive(
     lambda inner: st.builds(
         lambda own, more: {**own, **more},
         OBJECT | TO_ANY | st.just({}),
-        st.dictionaries(st.sampled_from(["allOf", *_OPTIONS]), st.lists(inner, min_size=1, max_size=2), max_size=2)
+        st.dictionaries(st.sampled_from(["allOf", *OPTIONS]), st.lists(inner, min_size=1, max_size=2), max_size=2)
         | inner.map(lambda found: {"properties": {"n": found}}),
     ),
     max_leaves=4,

@@ -1,0 +1,186 @@
+"""Numbers that the grammar library would take for others, and references without an end, which it has no words for.
+
+No reply breaks a bound or a constant; what cannot be kept is refused by a sentence that names it.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jsonschema import Draft202012Validator
+
+from engine.ground.errors import RequestError
+from engine.text.grammar import Vocabulary
+from engine.text.ranges import held
+from engine.text.tokenizer import load
+from tests.text.test_schemas import Judge
+
+NANO = Path(__file__).parents[2] / "data" / "nano" / "nano.gguf"
+LEAST, MOST, LAST = -(2**63) + 1024, 2**63 - 1024, 2**63 - 1
+INTEGER = {"type": "integer"}
+
+
+@pytest.fixture(scope="module")
+def vocabulary() -> Vocabulary:
+    tokenizer = load(NANO)
+    return Vocabulary(tokenizer, tokenizer.vocab_size)
+
+
+def judge(schema: Any, vocabulary: Vocabulary, form: str = "") -> Judge:
+    if not form:
+        return Judge({"kind": "json_schema", "schema": schema}, vocabulary)
+    parameters = {"type": "object", "properties": {"x": schema}, "required": ["x"]}
+    if "$defs" in schema:
+        parameters["$defs"] = schema["$defs"]
+    tools = [{"name": "t", "parameters": parameters}]
+    return Judge({"kind": "tool_call", "format": form, "tools": tools, "parallel": False}, vocabulary)
+
+
+BOUNDS: list[tuple[Any, list[int], list[int]]] = [
+    ({"minimum": 2**53 + 1}, [2**53 + 2, 2**80], [2**53, 2**53 + 1]),
+    ({"maximum": 2**53 + 1}, [2**53, -(2**80)], [2**53 + 2]),
+    ({"exclusiveMinimum": 2**53}, [2**53 + 2], [2**53]),
+    ({"exclusiveMaximum": 2**53 + 4}, [2**53 + 2], [2**53 + 4]),
+    ({"minimum": -(2**63), "maximum": LAST}, [LEAST, LAST, 0], [-(2**63) - 1, 2**63]),
+    ({"minimum": 0, "maximum": 2**64 - 1}, [0, LAST], [-1, 2**64]),
+    ({"maximum": 1e30}, [LAST, -(2**80)], [10**31]),
+    ({"maximum": 2**70}, [LAST], [2**71]),
+    ({"minimum": -1e30, "exclusiveMinimum": 0}, [1], [0]),
+    ({"minimum": 7, "maximum": 2**70, "exclusiveMaximum": 9}, [7, 8], [6, 9]),
+    ({"minimum": 3.5, "maximum": 5}, [4, 5], [3, 6]),
+]
+
+
+@pytest.mark.parametrize(("bounds", "valid", "invalid"), BOUNDS, ids=[str(bounds) for bounds, _, _ in BOUNDS])
+def test_no_integer_breaks_a_bound(
+    bounds: Any, valid: list[int], invalid: list[int], vocabulary: Vocabulary
+) -> None:
+    for schema in ({**INTEGER, **bounds}, {"type": ["integer", "null"], **bounds}):
+        found = judge(schema, vocabulary)
+        for value in valid:
+            assert Draft202012Validator(schema).is_valid(value) and found.accepts(str(value)), value
+        assert not any(found.accepts(str(value)) for value in invalid)
+
+
+WHOLE = st.integers(-(2**65), 2**65) | st.builds(lambda n, d: 2**n + d, st.integers(52, 64), st.integers(-3, 3))
+ANY_NUMBER = WHOLE | WHOLE.map(float) | st.integers(-9, 9)
+KEYS = st.sampled_from(["minimum", "exclusiveMinimum", "maximum", "exclusiveMaximum"])
+
+
+@settings(max_examples=400)
+@given(bounds=st.dictionaries(KEYS, ANY_NUMBER, min_size=1), kind=st.sampled_from(["integer", "number"]), n=WHOLE)
+def test_bounds_move_inwards_and_no_further_than_they_must(bounds: dict[str, Any], kind: str, n: int) -> None:
+    schema = {"type": kind, **bounds}
+    try:
+        made = held(schema)
+    except ValueError as error:
+        assert any(str(value) in str(error) for value in bounds.values() if not LEAST <= value <= MOST)
+        return
+    for key in bounds.keys() & made.keys():
+        assert abs(made[key]) <= 2**53 or made[key] == LAST or float(made[key]) == made[key]
+    values = [n, *(int(value) + d for value in bounds.values() for d in (-1025, -1024, -1, 0, 1, 1024, 1025))]
+    before, after = Draft202012Validator(schema), Draft202012Validator(made)
+    for value in values:
+        if after.is_valid(value):
+            assert before.is_valid(value)
+        elif before.is_valid(value) and abs(value) < 2**63:
+            assert any(abs(value - bound) <= 1024 for bound in bounds.values())
+
+
+@pytest.mark.parametrize("form", ["", "hermes", "xml", "laguna", "gemma4"])
+@pytest.mark.parametrize(
+    ("kind", "key", "bound", "limits"),
+    [
+        ("integer", "minimum", -1e30, f" of an integer: expected {-(2**63)} to {MOST}"),
+        ("integer", "minimum", 2**70, f" of an integer: expected {-(2**63)} to {MOST}"),
+        ("integer", "exclusiveMaximum", -(2**70), f" of an integer: expected {-(2**63)} to {MOST}"),
+        ("number", "maximum", 1e30, f" of a number: expected {LEAST} to {MOST}"),
+        ("number", "exclusiveMinimum", -(2**70), f" of a number: expected {LEAST} to {MOST}"),
+        ("string", "minLength", 2**40, f": expected {2**31} at most"),
+        ("array", "minItems", 2**70, f": expected {2**31} at most"),
+    ],
+)
+def test_bounds_that_cannot_be_kept_are_refused(
+    kind: str, key: str, bound: Any, limits: str, form: str, vocabulary: Vocabulary
+) -> None:
+    whose = " of tool 't'" if form else ""
+    said = f"the schema{whose} cannot be enforced: {key!r}{limits}, found {bound}; "
+    with pytest.raises(RequestError, match=re.escape(said)):
+        judge({"type": kind, key: bound}, vocabulary, form)
+
+
+@pytest.mark.parametrize("form", ["", "hermes", "xml", "laguna", "gemma4"])
+@pytest.mark.parametrize(
+    "schema", [{"type": "string", "maxLength": 2**70}, {"type": "array", "maxItems": 2**70, "items": INTEGER}], ids=str
+)
+def test_lengths_that_no_reply_has_bound_nothing(schema: Any, form: str, vocabulary: Vocabulary) -> None:
+    judge(schema, vocabulary, form)
+
+
+@pytest.mark.parametrize("value", [2**70, 1e30, 2**53 + 1, -(2**63), -1e30, [1, {"a": 2**70}], 1e400], ids=str)
+def test_constants_that_would_become_others_are_refused(value: Any, vocabulary: Vocabulary) -> None:
+    for schema in ({"const": value}, {"enum": ["x", value]}):
+        with pytest.raises(RequestError, match=r"the constant .*: expected a number that a double holds, .*; make"):
+            judge(schema, vocabulary)
+
+
+@pytest.mark.parametrize("value", [2**53, 2**62, LAST, LEAST, -1.5e-9, 0, 2**60 + 2**20])
+def test_constants_that_are_held_are_written(value: Any, vocabulary: Vocabulary) -> None:
+    found = judge({"enum": ["x", value]}, vocabulary)
+    assert found.accepts('"x"') and (not isinstance(value, int) or found.accepts(str(value)))
+
+
+# --- references without an end ------------------------------------------------------------------------
+
+NODE = {"type": "object", "properties": {"next": {"$ref": "#/$defs/a"}}}
+ENDLESS: list[tuple[Any, str]] = [
+    ({"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}}, "#/$defs/a"),
+    ({"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}}, "#/$defs/a"),
+    ({"$ref": "#/$defs/a", "$defs": {"a": {**NODE, "required": ["next"]}}}, "#/$defs/a"),
+    ({"$ref": "#/$defs/a", "$defs": {"a": {"anyOf": [{"$ref": "#/$defs/a"}, {"$ref": "#/$defs/a"}]}}}, "#/$defs/a"),
+    ({"$ref": "#/$defs/a", "$defs": {"a": {"type": "array", "minItems": 1, "items": {"$ref": "#/$defs/a"}}}},
+     "#/$defs/a"),
+    ({"type": "array", "items": {"allOf": [{"$ref": "#/$defs/a"}]}, "$defs": {"a": {**NODE, "required": ["next"]}}},
+     "#/$defs/a"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("form", ["", "hermes", "xml", "laguna", "gemma4"])
+@pytest.mark.parametrize(("schema", "reference"), ENDLESS, ids=range(len(ENDLESS)))
+def test_what_never_ends_is_refused(schema: Any, reference: str, form: str, vocabulary: Vocabulary) -> None:
+    whose = " of tool 't'" if form else ""
+    said = f"the schema{whose} cannot be enforced: the reference {reference!r} refers to itself in a circle"
+    with pytest.raises(RequestError, match=re.escape(said)):
+        judge(schema, vocabulary, form)
+
+
+def test_a_schema_that_is_itself_is_refused(vocabulary: Vocabulary) -> None:
+    with pytest.raises(RequestError, match="the reference '#' refers to itself in a circle"):
+        judge({"$ref": "#"}, vocabulary)
+    n = 5000
+    chain = {f"d{i}": {"type": "array", "minItems": 1, "items": {"$ref": f"#/$defs/d{(i + 1) % n}"}} for i in range(n)}
+    with pytest.raises(RequestError, match="the reference '#/\\$defs/d0' refers to itself in a circle"):
+        judge({"$ref": "#/$defs/d0", "$defs": chain}, vocabulary)
+
+
+@pytest.mark.parametrize(
+    ("node", "text"),
+    [
+        (NODE, '{"next":{"next":{}}}'),
+        ({**NODE, "properties": {"next": {"anyOf": [{"$ref": "#/$defs/a"}, {"type": "null"}]}}, "required": ["next"]},
+         '{"next":{"next":null}}'),
+        ({"type": "array", "items": {"$ref": "#/$defs/a"}}, "[[],[[]]]"),
+        ({"anyOf": [{"$ref": "#/$defs/a"}, {"type": "integer"}]}, "7"),
+    ],
+)  # fmt: skip
+def test_circles_with_a_way_out_are_served(node: Any, text: str, vocabulary: Vocabulary) -> None:
+    found = judge({"$ref": "#/$defs/a", "$defs": {"a": node}}, vocabulary)
+    assert found.accepts(text)
+    if "anyOf" not in node:  # the validator has no end of its own
+        assert Draft202012Validator({**node, "$defs": {"a": node}}).is_valid(json.loads(text))
