@@ -9,7 +9,9 @@ import os
 import re
 import signal
 import subprocess
+import sys
 import time
+import tomllib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +21,19 @@ import pytest
 
 from engine.formats import profile as profiles
 from engine.formats.trace import part_paths
-from tests.command_line import LOGS, NANO, SAMPLES, children, explained, none_left, spark, started, until
+from tests.command_line import (
+    LOGS,
+    NANO,
+    ROOT,
+    SAMPLES,
+    children,
+    environment,
+    explained,
+    none_left,
+    spark,
+    started,
+    until,
+)
 
 END_S = 20.0  # a command may take that long to end, on a busy machine too
 
@@ -202,3 +216,34 @@ def test_a_request_that_is_not_finished_in_time(data: Path, tmp_path: Path, comm
     explained(done.stderr)
     assert "was not done after 0.001 s" in done.stderr
     assert list(tmp_path.iterdir()) == []
+
+
+# Interrupts, or asks to be, when a module is first looked for.
+WHILE_IMPORTING = """
+import os, signal, sys
+from spark.__main__ import main
+signal.signal(signal.SIGINT, getattr(signal, sys.argv.pop(1)))
+class Finder:
+    def find_spec(name, path=None, target=None, wanted=sys.argv.pop(1)):
+        if name == wanted:
+            os.kill(os.getpid(), signal.SIGINT)
+sys.meta_path.insert(0, Finder)
+main()
+"""
+
+
+@pytest.mark.parametrize("module", ["spark.cli", "typer", "rich.console", "spark.commands.ending", "spark.storage"])
+def test_ctrl_c_while_the_command_line_is_imported(tmp_path: Path, module: str) -> None:
+    for handler, status, said in (("default_int_handler", 130, "interrupted\n"), ("SIG_IGN", 0, "")):
+        command = [sys.executable, "-c", WHILE_IMPORTING, handler, module, "--version"]
+        done = subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=60)
+        assert (done.returncode, done.stderr) == (status, said) and bool(done.stdout) == (status == 0)
+
+
+def test_the_command_takes_ctrl_c_before_it_imports() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert project["scripts"] == {"spark": "spark.__main__:main"}
+    quick = "import sys; from spark.__main__ import main; sys.exit(bool({'typer', 'spark.cli'} & {*sys.modules}))"
+    subprocess.run([sys.executable, "-c", quick], env=environment(), timeout=60, check=True)
+    with pytest.raises(subprocess.CalledProcessError, match="status 2"):
+        subprocess.run([sys.executable, "-m", "spark"], env=environment(), timeout=60, check=True, capture_output=True)
