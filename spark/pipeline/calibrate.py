@@ -37,7 +37,7 @@ from spark.daemon.client import DaemonClient, Deadlines
 from spark.pipeline import replay, staged
 from spark.pipeline.ledger import Ledger
 from spark.pipeline.replay import Progress
-from spark.pipeline.sample import Sample, recorded
+from spark.pipeline.sample import Sample, naming, recorded
 from spark.pipeline.tokens import TokensFile, opened
 from spark.speech.sessions import root_of
 
@@ -306,7 +306,8 @@ def _calibrate(
         resumed_tokens = tally.tokens
         began = time.monotonic()
         total = min(file.n_tokens, options.max_tokens or file.n_tokens)
-        tally = counting.count(Run(file, options, tally, total, fingerprint, info, sample, routing, progress))
+        with naming(routing, traced=options.trace is not None):
+            tally = counting.count(Run(file, options, tally, total, fingerprint, info, sample, routing, progress))
         seconds = time.monotonic() - began
         sessions, order = _read(file, tally, sample)
         trace = recorded(routing, model["model_id"], sample, order, info["ctx_tokens"])

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
 from engine.formats.trace import RoutingTrace, estimate_bytes, part_paths, read_routing
+from engine.ground.errors import SparkError
 from engine.placing import evidence
 from engine.placing.evidence import MIN_ROOTS
 from spark.pipeline.tokens import Window
@@ -116,3 +118,20 @@ def recorded(
 
 def _key(root: str) -> bytes:
     return hashlib.sha256(root.encode()).digest()
+
+
+@contextlib.contextmanager
+def naming(routing: Path, *, traced: bool) -> Iterator[None]:
+    """Say of routing that could not be written what it is for; whoever writes it takes it for the trace of --trace.
+
+    routing: its folder. traced: it is that trace.
+    """
+    try:
+        yield
+    except SparkError as error:
+        if traced or not error.message.startswith(f"cannot write the trace {routing.resolve()}"):
+            raise
+        raise SparkError(
+            error.message.replace("the trace", "the routing by which slots are managed,", 1),
+            hint="make room there and run it again with --resume, or let --out name a file where there is room",
+        ) from error

@@ -537,6 +537,19 @@ def test_a_full_disk_is_explained(made: Path, tmp_path: Path, arguments: list) -
     assert not [name for name in left if name != "trace"]
 
 
+def test_a_full_disk_under_a_calibration_names_what_it_wrote_unasked(made: Path, tmp_path: Path) -> None:
+    (tmp_path / "test.parquet").symlink_to(made / "test.parquet")
+    command = ["calibrate", NANO, "test.parquet", "--out", "disk/p.csv", "--max-tokens", "1500"]
+    status, stderr, left = on_disk("-o size=16k", command, tmp_path)
+    assert status == 1 and "Traceback" not in stderr and not [name for name in left if name == "p.csv"]
+    explained(stderr)
+    assert f"{tmp_path}/disk/p.csv.partial.routing/part-000000.parquet: No space left on device" in stderr
+    assert "cannot write the routing" in stderr and "trace" not in stderr
+    assert "make room there" in stderr and "--resume" in stderr and "--out" in stderr
+    command[4] = "p.csv"
+    spark(*command, "--resume", cwd=tmp_path)  # though nothing was counted
+
+
 def test_a_full_temporary_folder_is_explained(made: Path, tmp_path: Path) -> None:
     (tmp_path / "test.jsonl").symlink_to(made / "test.jsonl")
     command = ["calibrate", NANO, "test.jsonl", "--out", "p.csv"]
