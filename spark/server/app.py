@@ -54,9 +54,10 @@ from spark.server import metrics, page
 from spark.server.board import Board, RequestRow
 from spark.server.connections import ACCEPTED_AT_ONCE, Connections, room_for
 from spark.server.events import Counters, Feed
-from spark.server.generation import KEEP_ALIVE_S, Model, Prompt
+from spark.server.generation import KEEP_ALIVE_S, Model
 from spark.server.guard import Guard, allowed_origin, is_loopback
 from spark.server.models import listing
+from spark.server.prompts import Prompt
 from spark.server.supervisor import Supervisor, aside
 from spark.speech.conversation import Conversation, Finish, Part
 

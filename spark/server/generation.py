@@ -1,4 +1,4 @@
-"""Runs conversations on the supervisor: prompts, choices, budgets of reasoning, stop strings, and the end of it all.
+"""Runs conversations on the supervisor: choices, budgets of reasoning, stop strings, and the end of it all.
 
 A budget of reasoning that is used up breaks the generation off; what it made goes on from there with reasoning shut. A
 reply that may be a tool call, or else has to have a form, is begun freely; where it does not begin with a call, it is
@@ -14,20 +14,19 @@ import json
 import logging
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Literal
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import replace
+from typing import Literal
 
 from engine.ground import protocol
-from engine.ground.errors import ContextOverflowError, RequestError, SparkError
+from engine.ground.errors import RequestError, SparkError
 from engine.text.tokenizer import Tokenizer
 from spark.server.board import Choice, RequestRow
 from spark.server.metrics import Metrics
+from spark.server.prompts import Prompt, Prompts, may_call
 from spark.server.supervisor import Generation, Sent, Supervisor
 from spark.speech.conversation import (
-    EFFORTS,
     CallArguments,
-    Conversation,
     Drafted,
     Finish,
     Part,
@@ -37,177 +36,26 @@ from spark.speech.conversation import (
     accepted_among,
     added_drafts,
     added_recall,
-    refusal,
 )
 from spark.speech.logprobs import Aligner
-from spark.speech.render import Opening, Renderer
+from spark.speech.render import Renderer
 from spark.speech.reply import ReplyParser
 
 KEEP_ALIVE_S = 10.0
 AT_ONCE = 8  # replies of one request that the engine has at a time, so that those of others come between
 _SOON_S = 1.0  # how long to wait for a first sign before there is a keep-alive
-_SOON_CHARS = 4096
 _LONG_S = 10.0  # of reading a prompt, to be said in the log
-_CHARS_A_TOKEN = 32  # more than any text has on average
 
 _log = logging.getLogger(__name__)
 
 
-class PromptTooLongError(ContextOverflowError):
-    """A prompt that leaves no room for a reply; figures: how long it is, how long it may be."""
-
-    def __init__(self, n: int, most: int, unit: str = "tokens") -> None:
-        super().__init__(f"the prompt of {n} {unit} leaves no room in a context of {most}")
-        self.figures = f"{n} {unit} > {most} maximum"
-
-
-@dataclass(frozen=True, slots=True)
-class Prompt:
-    """A conversation that is ready to run.
-
-    max_tokens: of the reply, at least 1. budget: tokens of reasoning, None: no limit. arrived_s: when it was asked for.
-    prediction: tokens that may come in the reply, None: of none it is said.
-    """
-
-    conversation: Conversation
-    opening: Opening
-    max_tokens: int
-    budget: int | None
-    grammar: dict[str, Any] | None
-    arrived_s: float
-    prediction: tuple[int, ...] | None = None
-
-
-class Model:
-    """A model as the APIs see it."""
+class Model(Prompts):
+    """A model as the APIs see it: prompts, and the replies to them."""
 
     def __init__(self, supervisor: Supervisor, tokenizer: Tokenizer, metrics: Metrics) -> None:
+        super().__init__(tokenizer, lambda: int(supervisor.ready.info["ctx_tokens"]))
         self._supervisor = supervisor
-        self._tokenizer = tokenizer
         self._metrics = metrics
-        self._renderer = Renderer(tokenizer)
-        self._rendering = asyncio.Lock()
-
-    @property
-    def ctx_tokens(self) -> int:
-        """The context's length."""
-        return int(self._supervisor.ready.info["ctx_tokens"])
-
-    @property
-    def most_chars(self) -> int:
-        """How long a conversation may be."""
-        return _CHARS_A_TOKEN * self.ctx_tokens
-
-    async def count(self, conversation: Conversation, where: str) -> int:
-        """The tokens of a conversation's prompt, which came in the field `where`."""
-        async with self._rendering:
-            opening, _ = await asyncio.to_thread(self._open, conversation, where)
-        return len(opening.tokens)
-
-    async def prompt(self, conversation: Conversation, where: str) -> Prompt:
-        """Render a conversation that was `measured` and came in the field `where`.
-
-        Raises PromptTooLongError, and RequestError where the template refuses it.
-        """
-        arrived_s = time.monotonic()
-        async with self._rendering:  # one after the other: requests must not take all cores
-            if self._length(conversation) + len(conversation.prediction) <= _SOON_CHARS:  # sooner done than asked for
-                opening, budget, prediction = self._prepare(conversation, where)
-            else:
-                opening, budget, prediction = await asyncio.to_thread(self._prepare, conversation, where)
-        assert not conversation.more_raw
-        room = self.ctx_tokens - len(opening.tokens)
-        if room < 1:
-            raise PromptTooLongError(len(opening.tokens), self.ctx_tokens)
-        max_tokens = min(room, conversation.max_tokens or room)
-        form = self._grammar(conversation, opening)
-        if (recall := conversation.kv_recall) is not None and opening.kept:
-            conversation = replace(conversation, kv_recall=replace(recall, keep=(*recall.keep, *opening.kept)))
-        return Prompt(conversation, opening, max_tokens, budget, form, arrived_s, prediction)
-
-    def _length(self, conversation: Conversation) -> int:
-        """Characters to be rendered, or tokens that are given."""
-        return len(conversation.raw or "") + conversation.text_chars + conversation.tool_chars
-
-    def _prepare(self, conversation: Conversation, where: str) -> tuple[Opening, int | None, tuple[int, ...] | None]:
-        """The prompt, the budget of reasoning, and the tokens of the prediction, as many as a context holds."""
-        opening, budget = self._open(conversation, where)
-        if not (conversation.draft and conversation.prediction):
-            return opening, budget, None
-        tokens = self._tokenizer.encode(conversation.prediction)
-        return opening, budget, tuple(tokens[: min(self.ctx_tokens, protocol.MAX_TOKENS)])
-
-    def _open(self, conversation: Conversation, where: str) -> tuple[Opening, int | None]:
-        raw = conversation.raw
-        if isinstance(raw, tuple):
-            if not all(0 <= token < self._tokenizer.vocab_size for token in raw):
-                raise refusal(where, f"tokens lie between 0 and {self._tokenizer.vocab_size - 1}")
-            return Opening(list(raw), ""), None
-        most, n = self.most_chars, self._length(conversation)
-        if n > most:
-            too_long = PromptTooLongError(n, most, "characters")
-            too_long.field = "tools" if conversation.tool_chars > most else where
-            raise too_long
-        tools = conversation.tools
-        self._refuse_marks(tools)
-        if raw is not None:
-            tokens = self._tokenizer.encode(raw)
-            start = [self._tokenizer.bos_id] if self._tokenizer.add_bos and self._tokenizer.bos_id is not None else []
-            return Opening(start + tokens, ""), None
-        wish = conversation.reasoning
-        enabled, budget = wish.enabled, wish.budget_tokens
-        if budget is None and wish.effort is not None and not self._renderer.dialect.knows_effort:
-            budget = EFFORTS[wish.effort]
-        forced = conversation.tool_choice not in ("auto", "none")
-        formed = conversation.response_schema is not None and not _may_call(conversation)
-        if enabled is None and (forced or formed):  # what has a form is best written at once
-            enabled = False
-        opening = self._renderer.opening(
-            conversation.messages,
-            tools,
-            thinking=enabled,
-            effort=wish.effort,
-            preserve=wish.preserve,
-            written=conversation.written,
-            kept=conversation.kept_messages,
-        )
-        return opening, budget
-
-    def _refuse_marks(self, tools: Sequence[Mapping[str, Any]]) -> None:
-        """Refuse tools whose names hold what the model marks calls and turns with: nobody could tell them apart."""
-        special = [name for name in self._tokenizer.special_ids if self._tokenizer.is_control(name)]
-        for name in (tool["function"]["name"] for tool in tools):
-            found = next((mark for mark in (*self._renderer.dialect.marks, *special) if mark in name), None)
-            if found is not None:
-                raise RequestError(
-                    f"tools: the name {name[:100]!r} holds {found!r}, which is a mark of the model's format",
-                    hint="give the tool another name",
-                )
-
-    def _grammar(self, conversation: Conversation, opening: Opening) -> dict[str, Any] | None:
-        """What docs/protocol.md ("Grammars") has for a conversation that asks for a form."""
-        choice, schema, dialect = conversation.tool_choice, conversation.response_schema, self._renderer.dialect
-        if choice not in ("auto", "none"):
-            functions = [tool["function"] for tool in conversation.tools]
-            made: dict[str, Any] = {
-                "kind": "tool_call",
-                "format": dialect.calls,
-                "tools": [{"name": f["name"], "parameters": f.get("parameters")} for f in functions],
-                "parallel": conversation.parallel_calls,
-            }
-            if isinstance(choice, tuple):
-                made |= {"name": choice[1], "parallel": False}
-        elif schema is not None:
-            made = {"kind": "json_schema", "schema": dict(schema)} if schema else {"kind": "json_object"}
-        else:
-            return None
-        if conversation.raw is not None:
-            return made
-        if opening.thinking == "open":
-            made["after"] = dialect.shuts
-        elif opening.thinking == "" and dialect.thinks:
-            made |= {"after": dialect.shuts, "opens": dialect.opens}
-        return made
 
     async def replies(
         self, prompts: Sequence[Prompt], row: RequestRow | None = None
@@ -378,10 +226,6 @@ async def _next(reply: _Reply) -> list[Part] | Finish:
     return await anext(reply)
 
 
-def _may_call(conversation: Conversation) -> bool:
-    return bool(conversation.tools) and conversation.tool_choice == "auto"
-
-
 def _joined(parts: list[Part]) -> list[Part]:
     """The parts with what belongs together in one: an event of an API each costs more than the text in it."""
     made: list[Part] = []
@@ -420,7 +264,7 @@ class _Run:
             calls_only=conversation.tool_choice not in ("auto", "none"),
         )
         self._budget, self._grammar = prompt.budget, prompt.grammar
-        self._free = prompt.grammar is not None and conversation.raw is None and _may_call(conversation)
+        self._free = prompt.grammar is not None and conversation.raw is None and may_call(conversation)
         self.tokens, self.left = list(prompt.opening.tokens), prompt.max_tokens
         self._answer_at = len(self.tokens)  # where what is not reasoning begins
         self._prompt_tokens = len(self.tokens)

@@ -7,7 +7,7 @@ import pytest
 
 from engine.ground.errors import ContextOverflowError, DaemonError, RequestError
 from spark.apis.messages import Writer, parse, parse_count
-from spark.server.generation import PromptTooLongError
+from spark.server.prompts import PromptTooLongError
 from spark.speech.conversation import (
     AUDIO_NOTE,
     FILE_NOTE,

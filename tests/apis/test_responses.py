@@ -7,7 +7,7 @@ import pytest
 
 from engine.ground.errors import DaemonError, RequestError
 from spark.apis.responses import Writer, parse
-from spark.server.generation import PromptTooLongError
+from spark.server.prompts import PromptTooLongError
 from spark.speech.conversation import (
     IMAGE_NOTE,
     CallArguments,

@@ -20,8 +20,9 @@ from engine.ground.sampling import Sampling
 from engine.text import grammar
 from engine.text.template import PLAIN, ChatTemplate
 from spark.server import generation
-from spark.server.generation import Model, PromptTooLongError
+from spark.server.generation import Model
 from spark.server.metrics import Metrics
+from spark.server.prompts import PromptTooLongError
 from spark.speech.conversation import Conversation, Finish, Part, Reasoning, Text, whole
 from spark.speech.sessions import Message, ToolCall
 from tests.fake_tokenizer import FakeTokenizer

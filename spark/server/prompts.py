@@ -1,0 +1,179 @@
+"""Prompts of conversations: what of a request's texts, tools and wishes becomes tokens, a budget and a grammar."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from engine.ground import protocol
+from engine.ground.errors import ContextOverflowError, RequestError
+from engine.text.tokenizer import Tokenizer
+from spark.speech.conversation import EFFORTS, Conversation, refusal
+from spark.speech.render import Opening, Renderer
+
+_SOON_CHARS = 4096
+_CHARS_A_TOKEN = 32  # more than any text has on average
+
+
+class PromptTooLongError(ContextOverflowError):
+    """A prompt that leaves no room for a reply; figures: how long it is, how long it may be."""
+
+    def __init__(self, n: int, most: int, unit: str = "tokens") -> None:
+        super().__init__(f"the prompt of {n} {unit} leaves no room in a context of {most}")
+        self.figures = f"{n} {unit} > {most} maximum"
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A conversation that is ready to run.
+
+    max_tokens: of the reply, at least 1. budget: tokens of reasoning, None: no limit. arrived_s: when it was asked for.
+    prediction: tokens that may come in the reply, None: of none it is said.
+    """
+
+    conversation: Conversation
+    opening: Opening
+    max_tokens: int
+    budget: int | None
+    grammar: dict[str, Any] | None
+    arrived_s: float
+    prediction: tuple[int, ...] | None = None
+
+
+class Prompts:
+    """Makes the prompts of a model. context: asked for the length of its context, which a new daemon may change."""
+
+    def __init__(self, tokenizer: Tokenizer, context: Callable[[], int]) -> None:
+        self._tokenizer = tokenizer
+        self._context = context
+        self._renderer = Renderer(tokenizer)
+        self._rendering = asyncio.Lock()
+
+    @property
+    def ctx_tokens(self) -> int:
+        """The context's length."""
+        return self._context()
+
+    @property
+    def most_chars(self) -> int:
+        """How long a conversation may be."""
+        return _CHARS_A_TOKEN * self.ctx_tokens
+
+    async def count(self, conversation: Conversation, where: str) -> int:
+        """The tokens of a conversation's prompt, which came in the field `where`."""
+        async with self._rendering:
+            opening, _ = await asyncio.to_thread(self._open, conversation, where)
+        return len(opening.tokens)
+
+    async def prompt(self, conversation: Conversation, where: str) -> Prompt:
+        """Render a conversation that was `measured` and came in the field `where`.
+
+        Raises PromptTooLongError, and RequestError where the template refuses it.
+        """
+        arrived_s = time.monotonic()
+        async with self._rendering:  # one after the other: requests must not take all cores
+            if self._length(conversation) + len(conversation.prediction) <= _SOON_CHARS:  # sooner done than asked for
+                opening, budget, prediction = self._prepare(conversation, where)
+            else:
+                opening, budget, prediction = await asyncio.to_thread(self._prepare, conversation, where)
+        assert not conversation.more_raw
+        room = self.ctx_tokens - len(opening.tokens)
+        if room < 1:
+            raise PromptTooLongError(len(opening.tokens), self.ctx_tokens)
+        max_tokens = min(room, conversation.max_tokens or room)
+        form = self._grammar(conversation, opening)
+        if (recall := conversation.kv_recall) is not None and opening.kept:
+            conversation = replace(conversation, kv_recall=replace(recall, keep=(*recall.keep, *opening.kept)))
+        return Prompt(conversation, opening, max_tokens, budget, form, arrived_s, prediction)
+
+    def _length(self, conversation: Conversation) -> int:
+        """Characters to be rendered, or tokens that are given."""
+        return len(conversation.raw or "") + conversation.text_chars + conversation.tool_chars
+
+    def _prepare(self, conversation: Conversation, where: str) -> tuple[Opening, int | None, tuple[int, ...] | None]:
+        """The prompt, the budget of reasoning, and the tokens of the prediction, as many as a context holds."""
+        opening, budget = self._open(conversation, where)
+        if not (conversation.draft and conversation.prediction):
+            return opening, budget, None
+        tokens = self._tokenizer.encode(conversation.prediction)
+        return opening, budget, tuple(tokens[: min(self.ctx_tokens, protocol.MAX_TOKENS)])
+
+    def _open(self, conversation: Conversation, where: str) -> tuple[Opening, int | None]:
+        raw = conversation.raw
+        if isinstance(raw, tuple):
+            if not all(0 <= token < self._tokenizer.vocab_size for token in raw):
+                raise refusal(where, f"tokens lie between 0 and {self._tokenizer.vocab_size - 1}")
+            return Opening(list(raw), ""), None
+        most, n = self.most_chars, self._length(conversation)
+        if n > most:
+            too_long = PromptTooLongError(n, most, "characters")
+            too_long.field = "tools" if conversation.tool_chars > most else where
+            raise too_long
+        tools = conversation.tools
+        self._refuse_marks(tools)
+        if raw is not None:
+            tokens = self._tokenizer.encode(raw)
+            start = [self._tokenizer.bos_id] if self._tokenizer.add_bos and self._tokenizer.bos_id is not None else []
+            return Opening(start + tokens, ""), None
+        wish = conversation.reasoning
+        enabled, budget = wish.enabled, wish.budget_tokens
+        if budget is None and wish.effort is not None and not self._renderer.dialect.knows_effort:
+            budget = EFFORTS[wish.effort]
+        forced = conversation.tool_choice not in ("auto", "none")
+        formed = conversation.response_schema is not None and not may_call(conversation)
+        if enabled is None and (forced or formed):  # what has a form is best written at once
+            enabled = False
+        opening = self._renderer.opening(
+            conversation.messages,
+            tools,
+            thinking=enabled,
+            effort=wish.effort,
+            preserve=wish.preserve,
+            written=conversation.written,
+            kept=conversation.kept_messages,
+        )
+        return opening, budget
+
+    def _refuse_marks(self, tools: Sequence[Mapping[str, Any]]) -> None:
+        """Refuse tools whose names hold what the model marks calls and turns with: nobody could tell them apart."""
+        special = [name for name in self._tokenizer.special_ids if self._tokenizer.is_control(name)]
+        for name in (tool["function"]["name"] for tool in tools):
+            found = next((mark for mark in (*self._renderer.dialect.marks, *special) if mark in name), None)
+            if found is not None:
+                raise RequestError(
+                    f"tools: the name {name[:100]!r} holds {found!r}, which is a mark of the model's format",
+                    hint="give the tool another name",
+                )
+
+    def _grammar(self, conversation: Conversation, opening: Opening) -> dict[str, Any] | None:
+        """What docs/protocol.md ("Grammars") has for a conversation that asks for a form."""
+        choice, schema, dialect = conversation.tool_choice, conversation.response_schema, self._renderer.dialect
+        if choice not in ("auto", "none"):
+            functions = [tool["function"] for tool in conversation.tools]
+            made: dict[str, Any] = {
+                "kind": "tool_call",
+                "format": dialect.calls,
+                "tools": [{"name": f["name"], "parameters": f.get("parameters")} for f in functions],
+                "parallel": conversation.parallel_calls,
+            }
+            if isinstance(choice, tuple):
+                made |= {"name": choice[1], "parallel": False}
+        elif schema is not None:
+            made = {"kind": "json_schema", "schema": dict(schema)} if schema else {"kind": "json_object"}
+        else:
+            return None
+        if conversation.raw is not None:
+            return made
+        if opening.thinking == "open":
+            made["after"] = dialect.shuts
+        elif opening.thinking == "" and dialect.thinks:
+            made |= {"after": dialect.shuts, "opens": dialect.opens}
+        return made
+
+
+def may_call(conversation: Conversation) -> bool:
+    """Whether a reply is a call or not as the model likes."""
+    return bool(conversation.tools) and conversation.tool_choice == "auto"
