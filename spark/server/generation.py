@@ -1,8 +1,8 @@
 """Runs conversations on the supervisor: choices, budgets of reasoning, stop strings, and the end of it all.
 
 A budget of reasoning that is used up breaks the generation off; what it made goes on from there with reasoning shut. A
-reply that may be a tool call, or else has to have a form, is begun freely; where it does not begin with a call, it is
-begun again, constrained. Of several choices the first is sent first, and the others say that they share its prompt.
+reply that may be a tool call, or else has to have a form, is begun freely; where it does not begin with a call, or
+ends before it has begun, it is begun again, constrained. Of several choices the first is sent first, and the others say that they share its prompt.
 """
 
 from __future__ import annotations
@@ -326,6 +326,8 @@ class _Run:
         elif isinstance(event, protocol.Done):
             self.reason = event.finish_reason or "stop"
             self._drafting, self._recalling = event.usage.drafts, event.usage.recall
+            if self._free:
+                self._end_free(parts)
         return _joined(self._aligned(parts))
 
     def count(self, event: protocol.Event) -> None:
@@ -398,6 +400,25 @@ class _Run:
         self.left = min(self.left, self._ctx_tokens - len(self.tokens))
         self._answer_at = len(self.tokens)
         self._go_on()
+        if self.left < 1:
+            self.reason = "length"
+
+    def _end_free(self, parts: list[Part]) -> None:
+        """End a reply that was neither a call nor text so far; what it is without the form is begun again."""
+        if self._parser.reasoning:
+            if self.reason == "length":
+                return
+            self.reason = ""
+            self._shut(parts)
+        else:
+            cut = self.reason == "length"
+            found = self._push(self._text.flush()) + self._parser.flush(cut)
+            if self._parser.cut or (found and not isinstance(found[0], Text)):
+                parts += found
+                return
+            self.reason = ""
+        self._free = False
+        self._begin_again()
         if self.left < 1:
             self.reason = "length"
 

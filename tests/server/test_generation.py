@@ -355,6 +355,51 @@ def test_a_form_or_a_call(monkeypatch: pytest.MonkeyPatch, thought: str) -> None
         assert finish.stop == ("S" if said != answer else None)
 
 
+@pytest.mark.parametrize("thought", ["", "hm\n</think>\n\n"])
+@pytest.mark.parametrize("free", ["", " \n", "<", "<tool_call", "<tool_call>\n<func", "<tool_call>\nno call"])
+def test_what_a_free_beginning_gives_out_at_its_end_has_no_form_either(
+    monkeypatch: pytest.MonkeyPatch, thought: str, free: str
+) -> None:
+    """Text that was held back as it might have begun a call, blanks, and nothing at all."""
+    wish = Reasoning(bool(thought))
+    conversation = Conversation(ASKED, TOOLS, response_schema={}, reasoning=wish, max_tokens=200, logprobs=0)
+    backend = Backend(f"{thought}{free}", '{"a": 1}')
+    parts, finish = run(monkeypatch, "qwen35", backend, conversation)
+    assert [p.text for p in whole(parts) if isinstance(p, Text)] == [*(["hm"] if thought else []), '{"a": 1}']
+    (prompt, _, _), (again, left, constrained) = backend.asked
+    shut = thought.rstrip()
+    assert (again, left, constrained) == (prompt + shut, 200 - len(shut), '{"kind": "json_object"}')
+    assert finish.usage.completion == len(shut) + 8 and finish.usage.reasoning == len(shut)
+    assert finish.reason == "stop" and finish.usage.prompt == len(prompt)
+
+
+def test_a_free_beginning_that_ends_while_it_reasons(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its reasoning is shut, and the answer has the form."""
+    conversation = Conversation(ASKED, TOOLS, response_schema={}, reasoning=Reasoning(True), max_tokens=200)
+    backend = Backend("hm", '{"a": "<tool_call>"}')
+    parts, finish = run(monkeypatch, "qwen35", backend, conversation)
+    assert [p.text for p in whole(parts) if isinstance(p, Text)] == ["hm", '{"a": "<tool_call>"}']
+    (prompt, _, _), (again, left, constrained) = backend.asked
+    assert (again, left, constrained) == (f"{prompt}hm\n</think>\n\n", 198, '{"kind": "json_object"}')
+    assert finish.reason == "stop" and (finish.usage.completion, finish.usage.reasoning) == (22, 2)
+    backend = Backend("hmm")
+    parts, finish = run(monkeypatch, "qwen35", backend, replace(conversation, max_tokens=2))
+    assert finish.reason == "length" and finish.usage.completion == 2
+
+
+@pytest.mark.parametrize(
+    ("free", "most", "said"), [("<tool_call>", 4, '{"a"'), ("\u00e9", 1, "{"), ("<tool_call>\n<function", 15, None)]
+)
+def test_a_free_beginning_that_is_cut(monkeypatch: pytest.MonkeyPatch, free: str, most: int, said: str | None) -> None:
+    """What is taken back counts for nothing; a call that has begun is never text."""
+    conversation = Conversation(ASKED, TOOLS, response_schema={}, reasoning=Reasoning(False), max_tokens=most)
+    backend = Backend(free, '{"a": 1}')
+    parts, finish = run(monkeypatch, "qwen35", backend, conversation)
+    assert [p.text for p in whole(parts) if isinstance(p, Text)] == ([] if said is None else [said])
+    assert [asked[1] for asked in backend.asked] == [most] * (1 if said is None else 2)
+    assert (finish.reason, finish.usage.completion, finish.usage.reasoning) == ("length", most, 0)
+
+
 def test_prompts_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
     backend = Backend("<think>a</think><tool_call>STOP")
     parts, finish = run(monkeypatch, "qwen35", backend, Conversation(raw="once", stops=("STOP",)))
