@@ -12,6 +12,7 @@ from __future__ import annotations
 import base64
 import functools
 import json
+import re
 import secrets
 import time
 from collections.abc import Mapping, Sequence
@@ -35,6 +36,9 @@ _MAX_METADATA, _MAX_METADATA_KEY, _MAX_METADATA_VALUE = 16, 64, 512
 _UNSUPPORTED: Mapping[str, Sequence[Any]] = {"conversation": [], "background": [False], "prompt": []}
 _NOT_KEPT = "what it refers to is not kept here, or not any more"
 _CUSTOM_SCHEMA = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
+_CUSTOM_OPENS = '{"input":"'
+# As much of the argument as is whole: what comes last may be a part of an escape.
+_CUSTOM_BEGUN = re.compile(r'\s*\{\s*"input"\s*:\s*"((?:[^"\\]|\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4}))*)')
 
 
 @dataclass(frozen=True, slots=True)
@@ -471,6 +475,11 @@ def _status(finish: Finish) -> str:
 
 
 def _custom_input(call: WholeCall) -> str:
-    """What a custom tool is given; all that the model wrote where that is not the one argument."""
+    """What a custom tool is given, so far where the call was cut; all that was written if it is not that argument."""
     found = call.input().get("input")
-    return found if isinstance(found, str) else call.arguments
+    if isinstance(found, str):
+        return found
+    if begun := _CUSTOM_BEGUN.match(call.arguments):
+        text = str(json.loads(f'"{begun[1]}"', strict=False))
+        return text[:-1] if "\ud800" <= text[-1:] <= "\udbff" else text  # half of a character
+    return "" if _CUSTOM_OPENS.startswith("".join(call.arguments.split())) else call.arguments

@@ -2,7 +2,8 @@
 
 A budget of reasoning that is used up breaks the generation off; what it made goes on from there with reasoning shut. A
 reply that may be a tool call, or else has to have a form, is begun freely; where it does not begin with a call, or
-ends before it has begun, it is begun again, constrained. Of several choices the first is sent first, and the others say that they share its prompt.
+ends before it has begun, it is begun again, constrained. Of several choices the first is sent first, and the others say
+that they share its prompt.
 """
 
 from __future__ import annotations

@@ -211,6 +211,31 @@ def test_a_response_that_was_cut() -> None:
     assert parse({"input": [{"role": "user", "content": "x"}, *last["response"]["output"]]}).messages[1].content == "so"
 
 
+@pytest.mark.parametrize(
+    ("written", "shown"),
+    [
+        ('{"input": "*** Begin\\n+\\"a\\u00e9', '*** Begin\n+"a\u00e9'),
+        ('{ "input" :"***\n', "***\n"),
+        ('{"input": "*** \\', "*** "),
+        ('{"input": "*** \\u00', "*** "),
+        ('{"input": "*** \\ud83d', "*** "),
+        ('{"input": "*** \\ud83d\\ude00', "*** \U0001f600"),
+        ('{"input": "***"', "***"),
+        ('{"input": ', ""),
+        ('{"in', ""),
+        ("", ""),
+        ('{"other": "x', '{"other": "x'),  # which is not the one argument
+    ],
+)
+def test_a_custom_call_that_was_cut(written: str, shown: str) -> None:
+    """Its input is the text so far, without the object that it is for the model."""
+    parts = [CallStart("call_2", "apply_patch"), CallArguments(written), CallEnd(False)]
+    events = read(b"".join(map((made := writer()).part, parts)) + made.end(Finish("length", Usage(1, 1))))
+    (item,) = events[-1]["response"]["output"]
+    assert item["status"] == "incomplete" and item["input"] == shown
+    assert [event["delta"] for event in events if event["type"].endswith("input.delta")] == [shown]
+
+
 def test_log_probabilities() -> None:
     """Asked for by `include`, or by how many; they go with the pieces, and with the whole."""
     tokens = tuple(TokenLogprob(bytes([c]), -0.5, ((b"s", -0.5), (b"\xc3", -2.0))) for c in b"so")
