@@ -13,6 +13,7 @@ import errno
 import json
 import logging
 import os
+import re
 import resource
 import select
 import time
@@ -39,6 +40,7 @@ PACE_S = 20.0  # a body has to bring, and a reader to take, so many seconds' wor
 BODY_BYTES_S = 32 << 10
 REPLY_BYTES_S = 4 << 10
 _CHUNKS, _CHUNK_BYTES = 256, 64  # more chunks than the first number hold at least the second on average
+_ABSOLUTE = re.compile(rb"(?i:http)://([^/?#@]+)((?:[/?].*)?)")
 
 _log = logging.getLogger(__name__)
 
@@ -155,7 +157,19 @@ class _Reading(h11.Connection):
         elif type(event) is h11.Request:
             self._chunks = self._chunked_bytes = 0
             self._blank = False
+            return _in_origin_form(event)
         return event
+
+
+def _in_origin_form(request: h11.Request) -> h11.Request:
+    """The request with a path for its target; a host that the target named stands for the header (RFC 9112, 3.2.2)."""
+    named = _ABSOLUTE.fullmatch(request.target)
+    if named is None:
+        return request
+    host, path = named.groups()
+    headers = [(b"host", host), *((name, value) for name, value in request.headers if name != b"host")]
+    target = path if path.startswith(b"/") else b"/" + path
+    return h11.Request(method=request.method, target=target, headers=headers, http_version=request.http_version)
 
 
 class _Joined(asyncio.Transport):

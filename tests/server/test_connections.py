@@ -406,3 +406,27 @@ def test_an_empty_line_before_a_request_is_ignored() -> None:
             assert rest(one).count(b"HTTP/1.1 200 ") == 2
         with connected(made.port, b"\r\n\r\n" + asking % b"") as one:
             assert rest(one).startswith(b"HTTP/1.1 400 ")
+
+
+def test_a_target_that_names_the_host_counts_for_the_host_header() -> None:
+    """As RFC 9112, 3.2.2 has it: also where the two are not the same, and for the origins of web pages."""
+
+    def get(made: Running, target: str, host: str = "x.example", *more: str) -> bytes:
+        lines = [f"GET {target} HTTP/1.1", f"host: {host}", "connection: close", *more, "\r\n"]
+        with connected(made.port, "\r\n".join(lines).encode()) as connection:
+            return rest(connection)
+
+    with running() as made:
+        own = f"http://127.0.0.1:{made.port}"
+        for target in (f"{own}/v1/models", "HTTP://localhost/v1/models?x=http://y.example/", f"{own}?x", own):
+            assert get(made, target).startswith(b"HTTP/1.1 200"), target
+        assert b'"fake-model"' in get(made, f"{own}/v1/models", "x.example", f"origin: {own}")
+        for target in ("http://x.example/v1/models", "http://localhost.x.example/health"):
+            assert get(made, target, "localhost").startswith(b"HTTP/1.1 403")
+        foreign = get(made, f"{own}/health", "x.example", "origin: http://x.example")
+        assert foreign.startswith(b"HTTP/1.1 403")
+        # Nobody is asked in another scheme, by no host, or with a name and a password.
+        for target in ("https://localhost/health", "http:///health", "http://x.example@localhost/health"):
+            assert get(made, target, "localhost").startswith(b"HTTP/1.1 404"), target
+        with connected(made.port, post(f"{own}/v1/chat/completions", chat("so"), "connection: close")) as connection:
+            assert b'"content": "so"' in rest(connection)
