@@ -56,8 +56,8 @@ _Result = TypeVar("_Result")
 _log = logging.getLogger(__name__)
 
 
-async def json_unless_left(request: Request, work: Coroutine[Any, Any, dict[str, Any]]) -> Response:
-    """Do the work and respond with its result, or leave the work when the client goes away first."""
+async def unless_left(request: Request, work: Coroutine[Any, Any, _Result]) -> _Result:
+    """Do the work, or leave it when the client goes away first, which raises ClientDisconnect; the body was read."""
 
     async def left() -> None:
         while (await request.receive())["type"] != "http.disconnect":
@@ -66,7 +66,9 @@ async def json_unless_left(request: Request, work: Coroutine[Any, Any, dict[str,
     task, gone = asyncio.create_task(work), asyncio.create_task(left())
     try:
         await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
-        return json_response(task.result()) if task.done() else Response(status_code=_CLIENT_GONE)
+        if not task.done():
+            raise ClientDisconnect
+        return task.result()
     finally:
         gone.cancel()
         task.cancel()

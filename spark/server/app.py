@@ -27,7 +27,7 @@ from typing import Any, Protocol
 
 import uvicorn
 from starlette.applications import Starlette
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
 
@@ -46,7 +46,7 @@ from spark.apis.http import (
     EventStream,
     error_response,
     json_response,
-    json_unless_left,
+    unless_left,
 )
 from spark.apis.kept import Kept
 from spark.daemon.client import Deadlines, OnLoading, engine_command
@@ -302,7 +302,7 @@ def create_app(
         saving = asyncio.create_task(service.save_now_and_then())
         yield
         saving.cancel()
-        service.bodies.close()
+        service.close()
 
     app = Starlette(
         routes=[
@@ -389,6 +389,10 @@ class _Service:
         self.bodies = Bodies()
         self.kept = Kept()
 
+    def close(self) -> None:
+        self.bodies.close()
+        self._model.close()
+
     async def save_now_and_then(self) -> None:
         while True:
             await asyncio.sleep(_SAVE_EVERY_S)
@@ -435,7 +439,8 @@ class _Service:
         async def count() -> int:
             wanted = Wanted(api_messages.parse_count, api_messages.kept, self._model.most_chars)
             _, conversation = await self.bodies.parsed(request, wanted)
-            return await self._model.count(conversation, "messages")
+            with self._places(1):
+                return await unless_left(request, self._model.count(conversation, "messages"))
 
         return json_response({"input_tokens": await self.closing.run(count())})
 
@@ -460,13 +465,13 @@ class _Service:
             held.enter_context(self._places(len(writers)))
             row = held.enter_context(self._board.request(api.name, len(writers)))
             try:
-                where, apart = api.prompt, conversation.apart()
-                prompts = []
-                for i, one in enumerate(apart):
-                    where = api.prompt if len(apart) == 1 else f"{api.prompt}[{i}]"
-                    prompts.append(await self._model.prompt(one, where))
+                making = self._prompts(api, apart := conversation.apart())
+                soon = all(map(self._model.soon, apart))
+                prompts = await (making if soon else unless_left(request, making))
+            except ClientDisconnect:
+                self._metrics.request(api.name, "left")
+                raise
             except RequestError as error:
-                error.field = error.field or where
                 if not (isinstance(error, ContextOverflowError) and conversation.stream and api.overflow_in_stream):
                     raise
                 row.fail(error)
@@ -474,12 +479,24 @@ class _Service:
                 return EventStream(_once(writers[0].start(0) + writers[0].failed(error)))
             replies = self._model.replies(prompts, row)
             if not conversation.stream:
-                return await json_unless_left(request, self._whole(api, writers, replies))
+                return json_response(await unless_left(request, self._whole(api, writers, replies)))
             held.push_async_callback(replies.aclose)
             first = await anext(replies)  # what is refused at once gets a status
             expected_s = self._metrics.pace.expected_s(row.unread_tokens)
             headers = {EXPECTED: f"{expected_s:.1f}"} if expected_s else {}
             return EventStream(self._stream(api, writers, prompts[0], row, first, replies), held.pop_all(), headers)
+
+    async def _prompts(self, api: _Api, apart: Sequence[Conversation]) -> list[Prompt]:
+        """The prompts of a request; an error names the field that it is about."""
+        prompts = []
+        for i, one in enumerate(apart):
+            where = api.prompt if len(apart) == 1 else f"{api.prompt}[{i}]"
+            try:
+                prompts.append(await self._model.prompt(one, where))
+            except RequestError as error:
+                error.field = error.field or where
+                raise
+        return prompts
 
     @contextlib.contextmanager
     def _places(self, n: int) -> Iterator[None]:

@@ -1,12 +1,18 @@
-"""Prompts of conversations: what of a request's texts, tools and wishes becomes tokens, a budget and a grammar."""
+"""Prompts of conversations: what of a request's texts, tools and wishes becomes tokens, a budget and a grammar.
+
+A rendering cannot be broken off, and some take a second: many tiny messages cost more than a long text. So there are
+two lanes, by what a rendering will take, in each of which one is made after the other; short ones wait for no long
+one, and what is shorter still is made at once. Whoever leaves before his turn takes none.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 from engine.ground import protocol
 from engine.ground.errors import ContextOverflowError, RequestError
@@ -14,8 +20,12 @@ from engine.text.tokenizer import Tokenizer
 from spark.speech.conversation import EFFORTS, Conversation, refusal
 from spark.speech.render import Opening, Renderer
 
-_SOON_CHARS = 4096
 _CHARS_A_TOKEN = 32  # more than any text has on average
+# What a rendering takes is told in characters of plain text, of which some two million take a second.
+_SOON = 4096
+_SHORT = 1 << 18
+_PIECE = 160  # for a message, a call or a tool, whatever is in it
+_Result = TypeVar("_Result")
 
 
 class PromptTooLongError(ContextOverflowError):
@@ -50,7 +60,7 @@ class Prompts:
         self._tokenizer = tokenizer
         self._context = context
         self._renderer = Renderer(tokenizer)
-        self._rendering = asyncio.Lock()
+        self._short, self._long = (ThreadPoolExecutor(1, f"{which} prompts") for which in ("short", "long"))
 
     @property
     def ctx_tokens(self) -> int:
@@ -64,8 +74,8 @@ class Prompts:
 
     async def count(self, conversation: Conversation, where: str) -> int:
         """The tokens of a conversation's prompt, which came in the field `where`."""
-        async with self._rendering:
-            opening, _ = await asyncio.to_thread(self._open, conversation, where)
+        self._refuse_long(conversation, where)
+        opening, _ = await self._in_turn(conversation, lambda: self._open(conversation, where))
         return len(opening.tokens)
 
     async def prompt(self, conversation: Conversation, where: str) -> Prompt:
@@ -74,11 +84,8 @@ class Prompts:
         Raises PromptTooLongError, and RequestError where the template refuses it.
         """
         arrived_s = time.monotonic()
-        async with self._rendering:  # one after the other: requests must not take all cores
-            if self._length(conversation) + len(conversation.prediction) <= _SOON_CHARS:  # sooner done than asked for
-                opening, budget, prediction = self._prepare(conversation, where)
-            else:
-                opening, budget, prediction = await asyncio.to_thread(self._prepare, conversation, where)
+        self._refuse_long(conversation, where)
+        opening, budget, prediction = await self._in_turn(conversation, lambda: self._prepare(conversation, where))
         assert not conversation.more_raw
         room = self.ctx_tokens - len(opening.tokens)
         if room < 1:
@@ -88,6 +95,37 @@ class Prompts:
         if (recall := conversation.kv_recall) is not None and opening.kept:
             conversation = replace(conversation, kv_recall=replace(recall, keep=(*recall.keep, *opening.kept)))
         return Prompt(conversation, opening, max_tokens, budget, form, arrived_s, prediction)
+
+    def soon(self, conversation: Conversation) -> bool:
+        """Whether a conversation's prompt is made at once, as that takes no longer than to ask a thread for it."""
+        return self._effort(conversation) <= _SOON
+
+    def close(self) -> None:
+        """Make no more prompts."""
+        for lane in (self._short, self._long):
+            lane.shutdown(wait=False, cancel_futures=True)
+
+    async def _in_turn(self, conversation: Conversation, work: Callable[[], _Result]) -> _Result:
+        """Do work with a conversation; in a lane, as requests must not take all cores."""
+        effort = self._effort(conversation)
+        if effort <= _SOON:
+            return work()
+        lane = self._short if effort <= _SHORT else self._long
+        return await asyncio.get_running_loop().run_in_executor(lane, work)
+
+    def _refuse_long(self, conversation: Conversation, where: str) -> None:
+        """Refuse what is longer than any context may be, before it has to wait for its turn."""
+        most, n = self.most_chars, self._length(conversation)
+        if n > most and not isinstance(conversation.raw, tuple):
+            too_long = PromptTooLongError(n, most, "characters")
+            too_long.field = "tools" if conversation.tool_chars > most else where
+            raise too_long
+
+    def _effort(self, conversation: Conversation) -> int:
+        """What the prompt takes, in characters of plain text."""
+        pieces = len(conversation.messages) + len(conversation.tools)
+        pieces += sum(len(message.tool_calls) for message in conversation.messages)
+        return self._length(conversation) + len(conversation.prediction) + _PIECE * pieces
 
     def _length(self, conversation: Conversation) -> int:
         """Characters to be rendered, or tokens that are given."""
@@ -107,11 +145,6 @@ class Prompts:
             if not all(0 <= token < self._tokenizer.vocab_size for token in raw):
                 raise refusal(where, f"tokens lie between 0 and {self._tokenizer.vocab_size - 1}")
             return Opening(list(raw), ""), None
-        most, n = self.most_chars, self._length(conversation)
-        if n > most:
-            too_long = PromptTooLongError(n, most, "characters")
-            too_long.field = "tools" if conversation.tool_chars > most else where
-            raise too_long
         tools = conversation.tools
         self._refuse_marks(tools)
         if raw is not None:
