@@ -3,8 +3,9 @@
 Reading JSON keeps the interpreter's lock for as long as it takes, and so do ten million empty lists that are thrown
 away. So a body of more than `LARGE_BYTES` goes to a process of its own (`python -c`, on demand, which ends when it has
 had nothing to do for a while): it counts what the text would become before it reads it, checks the request, measures
-it, and sends back what is needed of it. A thread waits for it. Smaller bodies cannot hold much; a thread reads them.
-A body of `SMALL_BYTES` or less is read sooner than a thread is asked to.
+it, and sends back what is needed of it. A thread waits for it. Smaller bodies cannot hold much; two threads read them,
+one of them those of `MIDDLE_BYTES` or less: the event loop would wait for the lock with all that read at a time. A body
+of `SMALL_BYTES` or less is read sooner than a thread is asked to.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ MAX_BODY_BYTES = 32 << 20
 MAX_ALL_BYTES = 4 * MAX_BODY_BYTES  # of bodies that are being received or read, over all connections
 SLOW_S = 20.0  # a body that takes longer makes room for others where there is none
 SMALL_BYTES = 8 << 10
+MIDDLE_BYTES = 64 << 10
 LARGE_BYTES = 256 << 10
 _READ_S = 60.0  # a process that takes longer is ended
 _IDLE_S = 60.0  # and one that has had nothing to do for so long ends itself
@@ -75,6 +77,7 @@ class Bodies:
     def __init__(self) -> None:
         self._n_bytes = 0
         self._received: dict[_Received, None] = {}  # those that hold them, the first that came first
+        self._threads = [ThreadPoolExecutor(1, f"bodies of {of}") for of in ("middle size", "more")]
         self._large = _Aside()
 
     async def parsed(self, request: Request, wanted: Wanted, again: Again = lambda made: None) -> _Made:
@@ -103,11 +106,14 @@ class Bodies:
             return await self._large.read(wanted, content, added)
         if len(content) + added.n_bytes <= SMALL_BYTES:
             return _read(wanted, content, added)
-        return await asyncio.to_thread(_read, wanted, content, added)
+        thread = self._threads[len(content) + added.n_bytes > MIDDLE_BYTES]
+        return await asyncio.get_running_loop().run_in_executor(thread, _read, wanted, content, added)
 
     def close(self) -> None:
-        """End the process, if there is one."""
+        """End the process, if there is one, and the threads."""
         self._large.close()
+        for thread in self._threads:
+            thread.shutdown(wait=False, cancel_futures=True)
 
     @contextlib.contextmanager
     def _room(self) -> Iterator[_Received]:

@@ -261,6 +261,34 @@ def test_bodies_at_the_limits_hold_up_no_stream(made: Running, name: str) -> Non
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="memory of threads of another system is not so clear")
+def test_bodies_that_come_together_are_read_one_after_the_other(
+    made: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The event loop waits for the lock with all that are read at a time; the smaller ones wait for no others."""
+    begun: list[int] = []
+    go = threading.Event()
+    read = bodies._read
+
+    def held(wanted: Wanted, content: bytes, added: bodies.Size = bodies.NOTHING) -> Any:
+        if len(content) > 100_000:
+            begun.append(len(content))
+            assert go.wait(PATIENCE_S)
+        return read(wanted, content, added)
+
+    monkeypatch.setattr(bodies, "_read", held)
+    content = chat("x" * 100_000)
+    with contextlib.ExitStack() as waiting:
+        for _ in range(3):
+            waiting.enter_context(connected(made.port, post("/v1/chat/completions", content)))
+        wait_until(lambda: len(begun) > 0)
+        for n in (10, 10_000, 60_000):
+            asked = made.http.post("/v1/messages/count_tokens", json=body("x" * n))
+            assert asked.status_code == 200 and asked.json()["input_tokens"] > n
+        assert len(begun) == 1
+        go.set()
+        wait_until(lambda: len(begun) == 3)
+
+
 def test_a_body_s_objects_are_gone_before_its_reply() -> None:
     with running(fake(step_s=0.02, ctx=20_000)) as made, contextlib.ExitStack() as stack:
         content = chat("z" * 3000, metadata={"a": "\U0001f600" + "a" * (8 << 20)})  # 4 bytes a character in memory
