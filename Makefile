@@ -35,11 +35,15 @@ $(VENV)/.demo: $(BUILD_INPUTS) | $(VENV)/bin/python
 demo: $(VENV)/.demo ## the whole pipeline on the bundled model and sessions, CPU only, < 2 minutes
 	@$(VENV)/bin/spark demo
 
+# A worker a core, two at least; of more than four nobody has said that memory holds them.
+WORKERS := $(shell $(PYTHON) -c 'import os; print(max(2, min(4, len(os.sched_getaffinity(0)))))')
+PYTEST := $(PY) -m pytest -n $(WORKERS) --dist loadfile
+
 test: setup ## the test suite, < 12 minutes on two cores
-	$(PY) -m pytest -n 2 --dist loadfile -m "not slow" $(PYTEST_FLAGS)
+	$(PYTEST) -m "not slow" $(PYTEST_FLAGS)
 
 slow: setup ## the tests that take minutes, which CI runs too
-	$(PY) -m pytest -n 2 --dist loadfile -m slow $(PYTEST_FLAGS)
+	$(PYTEST) -m slow $(PYTEST_FLAGS)
 
 lint: setup ## ruff: style, imports, docstrings
 	$(VENV)/bin/ruff check .
