@@ -6,10 +6,13 @@ No reply breaks a bound or a constant; what cannot be kept is refused by a sente
 from __future__ import annotations
 
 import json
+import math
 import re
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -128,6 +131,84 @@ def test_constants_that_would_become_others_are_refused(value: Any, vocabulary: 
     for schema in ({"const": value}, {"enum": ["x", value]}):
         with pytest.raises(RequestError, match=r"the constant .*: expected a number that a double holds, .*; make"):
             judge(schema, vocabulary)
+
+
+DIGITS = [123456789.123456789, 100000.00000000001, 1.7e-300, [{"a": -100000.00000000001}]]
+
+
+@pytest.mark.parametrize("value", DIGITS, ids=str)
+def test_constants_of_more_digits_than_are_read_are_refused(value: Any, vocabulary: Vocabulary) -> None:
+    inside = {"type": "object", "properties": {"a": {"const": value}}}
+    for schema in ({"const": value}, {"enum": ["x", value]}, inside):
+        with pytest.raises(RequestError, match=r"the constant .*: expected one of fewer digits, as it would become"):
+            judge(schema, vocabulary)
+
+
+SOME = st.floats(-1e6, 1e6) | st.builds(lambda n, d: n / 10**d, st.integers(-9999, 9999), st.integers(0, 8))
+
+
+@settings(max_examples=200)
+@given(value=SOME | st.floats(-(2.0**62), 2.0**62))
+def test_a_constant_is_written_as_it_is_or_refused(value: float, vocabulary: Vocabulary) -> None:
+    try:
+        form = judge({"const": value}, vocabulary).form
+    except RequestError as error:
+        assert str(value) in str(error)
+        return
+    text, state = b"", form.begin(())
+    while not state.is_done and (found := np.flatnonzero(np.unpackbits(state.mask().view(np.uint8), bitorder="little"))
+                                 ).size:
+        text += vocabulary.tokenizer.decode_bytes([int(found[0])])
+        state.accept(int(found[0]))
+    assert float(text) == value
+
+
+# --- exclusive bounds of numbers ----------------------------------------------------------------------
+
+WITHIN: list[tuple[Any, list[str], list[str]]] = [
+    ({"exclusiveMinimum": 0, "maximum": 0.5}, ["0.5", "0.001", "0." + "0" * 30 + "1"], ["0", "0.0", "-0", "0.000"]),
+    ({"exclusiveMinimum": 0, "maximum": 1}, ["1", "0.001"], ["0", "0.0", "1.1"]),
+    ({"exclusiveMinimum": 0, "maximum": 1e-6}, ["0.000001", "0.0000000005"], ["0", "0.0", "0.000002"]),
+    ({"exclusiveMinimum": 0, "exclusiveMaximum": 0.001}, ["0.0005", "0.0009999"], ["0", "0.0", "0.001"]),
+    ({"exclusiveMinimum": 1, "exclusiveMaximum": 1.001}, ["1.0005"], ["1", "1.0", "1.001", "1.0000000000000000001"]),
+    ({"minimum": 0, "exclusiveMinimum": True, "maximum": 0.5}, ["0.5"], ["0", "0.0"]),
+    ({"exclusiveMinimum": -0.5, "exclusiveMaximum": 0}, ["-0.25", "-0.4", "-0.0001"], ["-0", "0", "-0.0", "-0.5"]),
+    ({"allOf": [{"exclusiveMinimum": 0}, {"maximum": 0.5}]}, ["0.5", "0.1"], ["0", "0.0"]),
+    ({"exclusiveMinimum": 0}, ["0.5", "7"], ["0", "0.0", "-1"]),
+    ({"exclusiveMaximum": 1}, ["0.9", "0", "-7"], ["1", "1.0"]),
+    ({"minimum": 1e-100, "maximum": 0.5}, ["0.5"], ["0"]),
+    ({"exclusiveMinimum": 0, "maximum": 1, "multipleOf": 0.25}, ["0.25", "1"], ["0", "0.1"]),
+]
+
+
+@pytest.mark.parametrize(("bounds", "valid", "invalid"), WITHIN, ids=[str(bounds) for bounds, _, _ in WITHIN])
+def test_no_number_is_an_exclusive_bound(
+    bounds: Any, valid: list[str], invalid: list[str], vocabulary: Vocabulary
+) -> None:
+    for schema in ({"type": "number", **bounds}, {"type": ["number", "null"], **bounds}):
+        found = judge(schema, vocabulary)
+        assert [text for text in valid if not found.accepts(text)] == []
+        assert [text for text in invalid if found.accepts(text)] == []
+
+
+@settings(max_examples=100, deadline=None)
+@given(bounds=st.dictionaries(KEYS, SOME | st.integers(-3, 3), min_size=1), near=SOME)
+def test_numbers_at_a_bound_are_inside_it(bounds: dict[str, Any], near: float, vocabulary: Vocabulary) -> None:
+    schema = {"type": "number", **bounds}
+    try:
+        found = judge(schema, vocabulary)
+    except RequestError as error:
+        assert "minimum" in str(error).lower()
+        return
+    before = Draft202012Validator(schema)
+    texts = {"0", "-0", "0.0", format(Decimal(repr(near)), "f")}
+    for bound in map(float, bounds.values()):
+        for value in (bound, math.nextafter(bound, math.inf), math.nextafter(bound, -math.inf)):
+            text = format(Decimal(repr(value)), "f")
+            texts |= {text, text.removesuffix(".0"), f"{text}0000000000000000001" if "." in text else text}
+    assert [text for text in texts if found.accepts(text) and not before.is_valid(float(text))] == []
+    if all(abs(near - bound) > 1e-9 for bound in bounds.values()) and abs(near) > 1e-9:
+        assert found.accepts(format(Decimal(repr(near)), "f")) == before.is_valid(near)
 
 
 @pytest.mark.parametrize("value", [2**53, 2**62, LAST, LEAST, -1.5e-9, 0, 2**60 + 2**20])
