@@ -25,7 +25,7 @@ from llguidance import regex_to_lark
 from engine.ground.errors import RequestError
 from engine.text.circles import endless
 from engine.text.ranges import held
-from engine.text.schemas import closed, resolved
+from engine.text.schemas import closed, resolved, telling
 from engine.text.tokenizer import Tokenizer
 
 Format: TypeAlias = Literal["hermes", "xml", "laguna", "gemma4"]
@@ -301,8 +301,8 @@ class Rules:
         return self._anything() if schema in (True, {}) else self.add(self.value(schema, root))
 
     def _array(self, schema: Mapping[str, Any], root: Any) -> str:
+        schema = self._held(telling(schema))
         self.without(_NOT_IN_ARRAYS, schema)
-        schema = self._held(schema)
         item, low, high = self._item(schema.get("items", True), root), schema.get("minItems", 0), schema.get("maxItems")
         if type(low) is not int or (high is not None and (type(high) is not int or not low <= high)):
             raise self.refusal("'minItems' and 'maxItems' are integers, in order")

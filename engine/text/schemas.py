@@ -89,6 +89,23 @@ def resolved(reference: Any, root: Any) -> Any:
     return found if isinstance(found, dict | bool) else None
 
 
+def telling(schema: Mapping[str, Any]) -> dict[str, Any]:
+    """A schema without keywords that say nothing where they stand; the library refuses them or reads more into them.
+
+    Beside `additionalItems` it drops `prefixItems`, as of a draft that has none.
+    """
+    idle = set()
+    if not isinstance(schema.get("items"), list):
+        idle.add("additionalItems")
+    if "if" not in schema:
+        idle |= {"then", "else"}
+    if "contains" not in schema:
+        idle |= {"minContains", "maxContains"}
+    if schema.get("uniqueItems") is False:
+        idle.add("uniqueItems")
+    return {key: value for key, value in schema.items() if key not in idle}
+
+
 class _Closing:
     """definitions: schemas that are referred to, closed, by new names. left: a reference was left as it is."""
 
@@ -144,6 +161,7 @@ class _Closing:
                 f"its options and references make more than {MOST_CLOSED} different objects; name fewer properties "
                 "beside options that lead to further options"
             )
+        schema = telling(schema)
         target = self._target(schema)
         if target is not None and not schema.keys() - {"$ref", *_DEFINITIONS}:
             return {"$ref": self._defined(schema["$ref"], target, beside, whole)}

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from jsonschema import Draft202012Validator
+from jsonschema import Draft7Validator, Draft202012Validator
 
 from engine.ground.errors import RequestError
 from engine.text.grammar import Compiled, Vocabulary
@@ -301,3 +301,40 @@ def test_options_of_a_call_that_meet_again(form: str, vocabulary: Vocabulary) ->
     assert time.process_time() - began_s < 5
     if form == "xml":
         assert judge.accepts("<tool_call>\n<function=t>\n<parameter=x>\nhi\n</parameter>\n</function>\n</tool_call>")
+
+
+# --- keywords that say nothing ------------------------------------------------------------------------
+
+ONE, TWO, LISTS = {"const": 1}, {"const": 2}, ([], [1], [2], [1, 1], [1, 2], [1, 2, 2], [1, 1, 1])
+IDLE: list[Any] = [
+    {"prefixItems": [ONE], "additionalItems": False},
+    {"prefixItems": [ONE], "items": TWO, "additionalItems": False},
+    {"prefixItems": [ONE], "items": False, "additionalItems": TWO},
+    {"items": ONE, "additionalItems": TWO},
+    {"items": False, "additionalItems": {"not": {}}},
+    {"items": {"enum": [1, 2]}, "uniqueItems": False},
+    {"items": ONE, "then": {"maxItems": 1}, "else": {"not": {}}},
+    {"items": ONE, "minContains": 2},
+]
+
+
+@pytest.mark.parametrize("keywords", IDLE, ids=str)
+def test_keywords_that_say_nothing_change_nothing(keywords: Any, vocabulary: Vocabulary) -> None:
+    inner = {"type": "array", **keywords}
+    for schema, wrap in ((inner, lambda value: value), ({"type": "array", "items": inner}, lambda value: [value])):
+        judge, oracle = Judge({"kind": "json_schema", "schema": schema}, vocabulary), Draft202012Validator(schema)
+        for value in map(wrap, LISTS):
+            assert judge.accepts(json.dumps(value, separators=(",", ":"))) == oracle.is_valid(value), value
+
+
+def test_a_list_of_items_keeps_what_follows_it(vocabulary: Vocabulary) -> None:
+    schema = {"type": "array", "items": [ONE], "additionalItems": TWO}
+    judge, oracle = Judge({"kind": "json_schema", "schema": schema}, vocabulary), Draft7Validator(schema)
+    for value in LISTS:
+        assert judge.accepts(json.dumps(value, separators=(",", ":"))) == oracle.is_valid(value), value
+
+
+def test_lists_of_gemma_may_say_that_items_may_be_alike(vocabulary: Vocabulary) -> None:
+    parameters = {"type": "object", "properties": {"a": {"type": "array", "uniqueItems": False, "items": ONE}}}
+    wanted = {"kind": "tool_call", "format": "gemma4", "tools": [{"name": "t", "parameters": parameters}]}
+    Judge(wanted, vocabulary)
