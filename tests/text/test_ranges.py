@@ -5,6 +5,7 @@ No reply breaks a bound or a constant; what cannot be kept is refused by a sente
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import re
@@ -19,8 +20,10 @@ from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
 
 from engine.ground.errors import RequestError
+from engine.text.circles import endless, without_values
 from engine.text.grammar import Vocabulary
 from engine.text.ranges import held
+from engine.text.schemas import resolved
 from engine.text.tokenizer import load
 from tests.text.test_schemas import Judge
 
@@ -230,6 +233,99 @@ ENDLESS: list[tuple[Any, str]] = [
     ({"type": "array", "items": {"allOf": [{"$ref": "#/$defs/a"}]}, "$defs": {"a": {**NODE, "required": ["next"]}}},
      "#/$defs/a"),
 ]  # fmt: skip
+SELF = {"$ref": "#/$defs/a"}
+ALSO_ENDLESS: list[Any] = [
+    {"type": ["object"], "properties": {"next": SELF}, "required": ["next"]},
+    {"type": ["array"], "items": SELF, "minItems": 1},
+    {"type": ["array", "object"], "items": SELF, "minItems": 1, "additionalProperties": SELF, "required": ["x"]},
+    {"type": "object", "additionalProperties": SELF, "required": ["x"]},
+    {"type": "object", "additionalProperties": SELF, "minProperties": 1},
+    {"type": "object", "properties": {"x": SELF}, "additionalProperties": False, "minProperties": 1},
+    {"type": "object", "patternProperties": {"^x": SELF}, "required": ["xy"]},
+    {"type": "object", "properties": {"x": SELF}, "allOf": [{"required": ["x"]}]},
+    {"allOf": [{"type": "object", "properties": {"x": SELF}}, {"required": ["x"]}]},
+    {"allOf": [{"required": ["x"]}, {"properties": {"x": SELF}}, {"type": "object"}]},
+    {"$ref": "#/$defs/b", "required": ["x"]},
+    {"type": "array", "items": [SELF], "additionalItems": False, "minItems": 1},
+    {"type": "array", "items": [True], "additionalItems": SELF, "minItems": 2},
+]
+WITH_END: list[Any] = [
+    {"type": ["object", "null"], "properties": {"x": SELF}, "required": ["x"]},
+    {"properties": {"x": SELF}, "required": ["x"]},
+    {"type": ["array", "object"], "items": SELF, "minItems": 1, "additionalProperties": SELF},
+    {"type": "object", "additionalProperties": SELF, "required": ["x"], "properties": {"x": True}},
+    {"type": "object", "additionalProperties": SELF, "required": ["x"], "patternProperties": {"^x": True}},
+    {"type": "object", "properties": {"x": SELF}, "minProperties": 1},
+    {"type": "object", "properties": {"x": SELF, "y": {"type": "null"}}, "additionalProperties": False,
+     "minProperties": 1},
+    {"type": "object", "patternProperties": {"^x": SELF}, "required": ["y"]},
+    {"allOf": [{"type": "object", "properties": {"x": SELF}}, {"required": ["y"]}]},
+]  # fmt: skip
+
+
+def unmet(node: Any) -> str | None:
+    root = {**SELF, "$defs": {"a": node, "b": {"type": "object", "properties": {"x": SELF}}}}
+    return endless(root, lambda found: resolved(found["$ref"], root))
+
+
+@pytest.mark.parametrize("node", ALSO_ENDLESS, ids=str)
+def test_what_never_ends_is_found(node: Any) -> None:
+    assert unmet(node) is not None
+
+
+def test_what_never_ends_is_found_where_what_it_refers_to_ends() -> None:
+    inner = {"allOf": [{"$ref": "#"}, {"required": ["x"]}]}
+    root = {"type": "object", "properties": {"x": inner}}
+    assert endless(root, lambda found: resolved(found["$ref"], root)) == "#"
+
+
+@pytest.mark.parametrize("node", WITH_END, ids=str)
+def test_what_may_end_is_not_refused(node: Any) -> None:
+    assert unmet(node) is None
+
+
+NAMES = st.sampled_from(["a", "b"])
+REFERENCES = st.sampled_from([{"$ref": "#/$defs/a"}, {"$ref": "#/$defs/b"}, True, {"type": "null"}, False])
+SCHEMAS = st.recursive(
+    REFERENCES,
+    lambda inner: st.fixed_dictionaries({}, optional={
+        "type": st.sampled_from(["object", "array", ["object"], ["array", "object"], ["object", "null"]]),
+        "properties": st.dictionaries(NAMES, inner, max_size=2),
+        "patternProperties": st.dictionaries(st.sampled_from(["^a$", "b", "."]), inner, max_size=1),
+        "additionalProperties": inner,
+        "required": st.lists(NAMES, max_size=2, unique=True),
+        "minProperties": st.integers(0, 2),
+        "items": inner,
+        "prefixItems": st.lists(inner, min_size=1, max_size=2),
+        "minItems": st.integers(0, 2),
+        "allOf": st.lists(inner, min_size=1, max_size=2),
+        "anyOf": st.lists(inner, min_size=1, max_size=2),
+        "$ref": st.sampled_from(["#/$defs/a", "#/$defs/b"]),
+    }),
+    max_leaves=8,
+)  # fmt: skip
+
+
+def some_values() -> list[Any]:
+    found: list[Any] = [None, [], {}]
+    for _ in range(2):
+        found += [[x] for x in found[:12]] + [[x, x] for x in found[:6]] + [{n: x} for n in "abc" for x in found[:12]]
+        found += [{"a": x, "b": y} for x in found[:5] for y in found[:5]]
+    return found
+
+
+VALUES = some_values()
+
+
+@settings(max_examples=100, deadline=None)
+@given(a=SCHEMAS, b=SCHEMAS)
+def test_no_schema_that_has_a_value_is_taken_for_endless(a: Any, b: Any) -> None:
+    root = {"$ref": "#/$defs/a", "anyOf": [{"$ref": "#/$defs/b"}, True], "$defs": {"a": a, "b": b}}
+    for found in without_values(root, lambda one: resolved(one["$ref"], root)):
+        oracle = Draft202012Validator({"$defs": root["$defs"], "allOf": [found]})
+        for value in VALUES:
+            with contextlib.suppress(RecursionError):  # the oracle goes round in the circle
+                assert not oracle.is_valid(value)
 
 
 @pytest.mark.parametrize("form", ["", "hermes", "xml", "laguna", "gemma4"])
