@@ -295,7 +295,19 @@ class Grammar:
             raise RequestError(f"the grammar took more work than a token may: {_one_line(self._matcher.get_error())}")
 
 
+_TOO_LARGE = "with its options and references written out it is too large; name fewer options and properties"
+_SENTENCES = {  # of what the library says in words of its own
+    "oneOf constraints are not supported": "the options of a 'oneOf' are not known to exclude each other; let each "
+    "require another constant of one property, or write 'anyOf'",
+    "schema too large": _TOO_LARGE,
+    "assertion failed: grammar.symbols.len()": _TOO_LARGE,
+}
+
+
 def _one_line(reason: str) -> str:
     """What the library complains of, without the grammar that it quotes."""
+    for words, sentence in _SENTENCES.items():
+        if words in reason:
+            return sentence
     reason = re.split(r"\n +\d+ \| ", reason)[0].removeprefix("failed to compile JSON schema: ")
     return " ".join(reason.split())[:500]

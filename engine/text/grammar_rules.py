@@ -113,6 +113,7 @@ class Rules:
             except ValueError as error:
                 raise self.refusal(str(error)) from None
             schema = {**made, "x-guidance": {"whitespace_pattern": _BLANKS}}
+            json.dumps(schema, ensure_ascii=False).encode()  # half of a surrogate pair is an error here
         return self.add(f"%json {json.dumps(schema)}")
 
     # --- schemas where no JSON stands ---------------------------------------------------------------

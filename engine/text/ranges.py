@@ -145,7 +145,8 @@ def _check_constant(value: Any) -> None:
         return
     if not _LEAST <= value <= _MOST or (isinstance(value, int) and int(float(value)) != value):
         raise ValueError(
-            f"the constant {value}: expected a number that a double holds, from {_LEAST} to {_LAST}; make it a string"
+            f"the constant {value}: expected a number that a double holds, and from {_LEAST} to {_LAST}, where the "
+            "grammar library's integers end; make it a string"
         )
     if isinstance(value, float) and _read(value) != value:
         raise ValueError(

@@ -161,9 +161,17 @@ class _Closing:
                 f"its options and references make more than {MOST_CLOSED} different objects; name fewer properties "
                 "beside options that lead to further options"
             )
+        is_root = schema is self._root
         schema = telling(schema)
         target = self._target(schema)
+        if isinstance(schema.get("$id"), str) and not is_root and _refers(schema):
+            raise ValueError(
+                f"the '$id' {schema['$id']!r} inside it changes what the references within mean; leave it out and "
+                "refer to parts of the whole schema"
+            )
         if target is not None and not schema.keys() - {"$ref", *_DEFINITIONS}:
+            if target is False:  # what is left out for it, as an optional property, is so where it stands only
+                return False
             return {"$ref": self._defined(schema["$ref"], target, beside, whole)}
         self._level += 1
         parts = self._parts(schema)
@@ -391,6 +399,20 @@ def _groups(
                 group, open_[begin:] = open_[begin:], []
                 is_open -= {id(each) for each in group}
                 yield group
+
+
+def _refers(schema: Any) -> bool:
+    """Whether there is a reference to a part of a document in a schema."""
+    left = [schema]
+    while left:
+        found = left.pop()
+        if isinstance(found, dict):
+            if str(found.get("$ref", "")).startswith("#"):
+                return True
+            left += found.values()
+        elif isinstance(found, list):
+            left += found
+    return False
 
 
 def _constants(option: Mapping[str, Any], name: str) -> set[str]:

@@ -5,7 +5,6 @@ No reply breaks a bound or a constant; what cannot be kept is refused by a sente
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 import re
@@ -317,15 +316,40 @@ def some_values() -> list[Any]:
 VALUES = some_values()
 
 
-@settings(max_examples=100, deadline=None)
+def is_valid(schema: Any, value: Any, root: Any, depth: int) -> bool:
+    """Whether a value is valid by a schema, in so many references: jsonschema has no end of its own."""
+    if isinstance(schema, bool) or depth == 0:
+        return schema is True and depth > 0
+    kinds = schema.get("type", ["object", "array", "null"])
+    if {dict: "object", list: "array"}.get(type(value), "null") not in ([kinds] if isinstance(kinds, str) else kinds):
+        return False
+    same = [*schema.get("allOf", []), *([resolved(schema["$ref"], root)] if "$ref" in schema else [])]
+    if not all(is_valid(each, value, root, depth - 1) for each in same):
+        return False
+    if "anyOf" in schema and not any(is_valid(each, value, root, depth - 1) for each in schema["anyOf"]):
+        return False
+    parts: list[tuple[Any, Any]] = []
+    if isinstance(value, dict):
+        if not value.keys() >= {*schema.get("required", [])} or len(value) < schema.get("minProperties", 0):
+            return False
+        for name, inner in value.items():
+            found = [schema["properties"][name]] if name in schema.get("properties", {}) else []
+            found += [each for rule, each in schema.get("patternProperties", {}).items() if re.search(rule, name)]
+            parts += [(each, inner) for each in found or [schema.get("additionalProperties", True)]]
+    if isinstance(value, list):
+        first = schema.get("prefixItems", [])
+        if len(value) < schema.get("minItems", 0):
+            return False
+        parts = [*zip(first, value, strict=False), *((schema.get("items", True), each) for each in value[len(first):])]
+    return all(is_valid(each, inner, root, 6) for each, inner in parts)
+
+
+@settings(max_examples=150, deadline=None)
 @given(a=SCHEMAS, b=SCHEMAS)
 def test_no_schema_that_has_a_value_is_taken_for_endless(a: Any, b: Any) -> None:
     root = {"$ref": "#/$defs/a", "anyOf": [{"$ref": "#/$defs/b"}, True], "$defs": {"a": a, "b": b}}
     for found in without_values(root, lambda one: resolved(one["$ref"], root)):
-        oracle = Draft202012Validator({"$defs": root["$defs"], "allOf": [found]})
-        for value in VALUES:
-            with contextlib.suppress(RecursionError):  # the oracle goes round in the circle
-                assert not oracle.is_valid(value)
+        assert [value for value in VALUES if is_valid(found, value, root, 6)] == []
 
 
 @pytest.mark.parametrize("form", ["", "hermes", "xml", "laguna", "gemma4"])

@@ -338,3 +338,33 @@ def test_lists_of_gemma_may_say_that_items_may_be_alike(vocabulary: Vocabulary) 
     parameters = {"type": "object", "properties": {"a": {"type": "array", "uniqueItems": False, "items": ONE}}}
     wanted = {"kind": "tool_call", "format": "gemma4", "tools": [{"name": "t", "parameters": parameters}]}
     Judge(wanted, vocabulary)
+
+
+MANY = {"type": "object", "properties": {f"q{j}": {"enum": [1, 2, 3]} for j in range(30)}}
+UNCLEAR: list[tuple[Any, str]] = [
+    ({"const": "\ud800"}, "half of a surrogate pair"),
+    ({"type": "object", "properties": {"\ud800": ONE}}, "half of a surrogate pair"),
+    ({"$defs": {"x": {"$id": "http://e.com/in", "$defs": {"y": ONE}, "$ref": "#/$defs/y"}, "y": TWO},
+      "$ref": "#/$defs/x"}, "the '.id' 'http://e.com/in' inside it changes what the references within mean; leave"),
+    ({"oneOf": [{"type": "integer"}, {"type": "number"}]}, "the options of a 'oneOf' are not known to exclude"),
+    ({"anyOf": [{"type": ["string", "integer", "null", "boolean"]}] * 20000}, "it is too large; name fewer"),
+    ({"type": "object", "properties": {f"p{i}": MANY for i in range(500)}}, "it is too large; name fewer"),
+    ({"const": 1.5e300}, r"the constant 1.5e\+300: expected a number that .* from .*, where the grammar library's"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("schema", "said"), UNCLEAR, ids=range(len(UNCLEAR)))
+def test_refusals_say_what_was_found(schema: Any, said: str, vocabulary: Vocabulary) -> None:
+    with pytest.raises(RequestError, match=said):
+        Judge({"kind": "json_schema", "schema": schema}, vocabulary)
+
+
+def test_an_optional_property_may_refer_to_what_nothing_is_valid_by(vocabulary: Vocabulary) -> None:
+    schema = {"$defs": {"no": False}, "type": "object", "properties": {"a": {"$ref": "#/$defs/no"}, "b": ONE}}
+    judge = Judge({"kind": "json_schema", "schema": schema}, vocabulary)
+    assert judge.accepts('{"b":1}') and judge.accepts("{}") and not judge.accepts('{"a":1}')
+
+
+def test_an_identity_that_nothing_in_it_depends_on_is_no_matter(vocabulary: Vocabulary) -> None:
+    schema = {"$id": "http://e.com/s", "$defs": {"y": {"$id": "y", **ONE}}, "$ref": "#/$defs/y"}
+    assert Judge({"kind": "json_schema", "schema": schema}, vocabulary).accepts("1")
