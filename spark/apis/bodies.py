@@ -5,7 +5,7 @@ away. So a body of more than `LARGE_BYTES` goes to a process of its own (`python
 had nothing to do for a while): it counts what the text would become before it reads it, checks the request, measures
 it, and sends back what is needed of it. A thread waits for it. Smaller bodies cannot hold much; two threads read them,
 one of them those of `MIDDLE_BYTES` or less: the event loop would wait for the lock with all that read at a time. A body
-of `SMALL_BYTES` or less is read sooner than a thread is asked to.
+of `SMALL_BYTES` or less is read sooner than a thread is asked to. Whoever leaves before his body's turn takes none.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, Any, NamedTuple
@@ -30,6 +31,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 
 from engine.ground.errors import CapacityError, OverloadedError, RequestError, SparkError
+from spark.apis.http import unless_left
 from spark.speech.conversation import Conversation
 from spark.speech.json_text import one_body, parse_object
 
@@ -80,17 +82,24 @@ class Bodies:
         self._threads = [ThreadPoolExecutor(1, f"bodies of {of}") for of in ("middle size", "more")]
         self._large = _Aside()
 
-    async def parsed(self, request: Request, wanted: Wanted, again: Again = lambda made: None) -> _Made:
+    async def parsed(
+        self,
+        request: Request,
+        wanted: Wanted,
+        again: Again = lambda made: None,
+        place: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext,
+    ) -> _Made:
         """Read a request's body, of which nothing but what its writers need and what `wanted` makes of it is left.
 
         again: is asked of what was made, on the event loop, whether the body refers to more: what to parse it with then
         (which has that), and how much it comes to, as often as it is referred to; it counts as if it were in the body.
-        Raises what both do, RequestError for what is no JSON object or has too much in it, OverloadedError where too
-        many bodies are there at once, HTTPException for one that is too large.
+        place: what a body holds that has come and waits for its turn, or has it. Raises what these do, RequestError for
+        what is no JSON object or has too much in it, OverloadedError where too many bodies are there at once,
+        HTTPException for one that is too large, ClientDisconnect where the client leaves first.
         """
         with self._room() as received:
             content = await received.read(request)
-            kept, made = await self._read(wanted, content, NOTHING)
+            kept, made = await self._read(request, wanted, content, NOTHING, place)
             more = again(made)
             if more is None:
                 return kept, made
@@ -99,13 +108,24 @@ class Bodies:
                 found = f"the body has {len(content)} bytes and refers to {added.n_bytes} more"
                 raise RequestError(f"{found}; the limit is {MAX_BODY_BYTES}")
             self._take(received, added.n_bytes)
-            return await self._read(replace(wanted, parse=parse), content, added)
+            return await self._read(request, replace(wanted, parse=parse), content, added, place)
 
-    async def _read(self, wanted: Wanted, content: bytes, added: Size) -> _Made:
-        if len(content) + added.n_bytes > LARGE_BYTES:
-            return await self._large.read(wanted, content, added)
+    async def _read(
+        self,
+        request: Request,
+        wanted: Wanted,
+        content: bytes,
+        added: Size,
+        place: Callable[[], AbstractContextManager[None]],
+    ) -> _Made:
         if len(content) + added.n_bytes <= SMALL_BYTES:
             return _read(wanted, content, added)
+        with place():
+            return await unless_left(request, self._in_turn(wanted, content, added))
+
+    async def _in_turn(self, wanted: Wanted, content: bytes, added: Size) -> _Made:
+        if len(content) + added.n_bytes > LARGE_BYTES:
+            return await self._large.read(wanted, content, added)
         thread = self._threads[len(content) + added.n_bytes > MIDDLE_BYTES]
         return await asyncio.get_running_loop().run_in_executor(thread, _read, wanted, content, added)
 

@@ -438,7 +438,7 @@ class _Service:
     async def count_tokens(self, request: Request) -> Response:
         async def count() -> int:
             wanted = Wanted(api_messages.parse_count, api_messages.kept, self._model.most_chars)
-            _, conversation = await self.bodies.parsed(request, wanted)
+            _, conversation = await self.bodies.parsed(request, wanted, place=self._place)
             with self._places(1):
                 return await unless_left(request, self._model.count(conversation, "messages"))
 
@@ -458,7 +458,11 @@ class _Service:
 
     async def _answer(self, api: _Api, request: Request) -> Response:
         wanted = Wanted(api.parse, api.kept, self._model.most_chars)
-        kept, conversation = await self.bodies.parsed(request, wanted, api.again)
+        try:
+            kept, conversation = await self.bodies.parsed(request, wanted, api.again, self._place)
+        except ClientDisconnect:
+            self._metrics.request(api.name, "left")
+            raise
         writers = api.writers(self._name, kept, conversation)
         del kept  # it would live as long as the reply
         async with contextlib.AsyncExitStack() as held:
@@ -497,6 +501,10 @@ class _Service:
                 error.field = error.field or where
                 raise
         return prompts
+
+    def _place(self) -> contextlib.AbstractContextManager[None]:
+        """What a body holds while it waits for its turn: a place, as its reply has one then at least."""
+        return self._places(1)
 
     @contextlib.contextmanager
     def _places(self, n: int) -> Iterator[None]:

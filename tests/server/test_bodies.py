@@ -23,6 +23,7 @@ from spark.apis import chat as api_chat
 from spark.apis import messages as api_messages
 from spark.apis import responses as api_responses
 from spark.apis.bodies import Wanted
+from spark.server import app as server
 from spark.speech import json_text
 from spark.speech.json_text import count, one_body, parse_object
 from tests.server.test_connections import chat, connected, post, rest
@@ -287,6 +288,61 @@ def test_bodies_that_come_together_are_read_one_after_the_other(
         assert len(begun) == 1
         go.set()
         wait_until(lambda: len(begun) == 3)
+
+
+class Turns:
+    """Bodies that are read in a turn, which wait until they are let go, by what is in front of their padding."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.begun: list[str] = []
+        self.go = threading.Event()
+        read, ask = bodies._read, bodies._Aside._ask
+        monkeypatch.setattr(bodies, "_read", lambda *asked: self._held(asked[1], lambda: read(*asked)))
+        monkeypatch.setattr(bodies._Aside, "_ask", lambda *asked: self._held(asked[2], lambda: ask(*asked)))
+
+    def _held(self, content: bytes, work: Any) -> Any:
+        if len(content) > bodies.SMALL_BYTES:
+            self.begun.append(content[: content.index(b" ")].decode())
+            assert self.go.wait(PATIENCE_S)
+        return work()
+
+
+@pytest.fixture
+def turns(monkeypatch: pytest.MonkeyPatch) -> Iterator[Turns]:
+    made = Turns(monkeypatch)
+    yield made
+    made.go.set()
+
+
+@pytest.mark.parametrize("path", ["/v1/messages/count_tokens", "/v1/messages", "/v1/responses"])
+@pytest.mark.parametrize("n", [bodies.MIDDLE_BYTES // 2, bodies.MIDDLE_BYTES * 2, bodies.LARGE_BYTES * 2])
+def test_whoever_leaves_before_his_body_s_turn_takes_none(made: Running, turns: Turns, path: str, n: int) -> None:
+    with contextlib.ExitStack() as staying:
+        staying.enter_context(connected(made.port, post(path, b"first" + b" " * n)))
+        wait_until(lambda: turns.begun == ["first"])
+        with contextlib.ExitStack() as leaving:
+            for i in range(5):
+                leaving.enter_context(connected(made.port, post(path, b"%d" % i + b" " * n)))
+            wait_until(lambda: replies(made) == 6)
+        wait_until(lambda: replies(made) == 1)
+        last = staying.enter_context(connected(made.port, post(path, b"last" + b" " * n, "connection: close")))
+        wait_until(lambda: replies(made) == 2)
+        turns.go.set()
+        assert b"not JSON" in rest(last) and turns.begun == ["first", "last"]
+
+
+@pytest.mark.parametrize("n", [bodies.MIDDLE_BYTES, bodies.LARGE_BYTES * 2])
+def test_bodies_that_wait_take_places(made: Running, turns: Turns, monkeypatch: pytest.MonkeyPatch, n: int) -> None:
+    monkeypatch.setattr(server, "MAX_REPLIES", 2)
+    content = b"x" + b" " * n
+    with contextlib.ExitStack() as staying:
+        for i in range(2):
+            staying.enter_context(connected(made.port, post("/v1/messages/count_tokens", content)))
+            wait_until(lambda i=i: replies(made) == i + 1)
+        for path, status in (("/v1/messages/count_tokens", 529), ("/v1/messages", 529), ("/v1/responses", 429)):
+            assert made.http.post(path, content=content).status_code == status
+        turns.go.set()
+        wait_until(lambda: replies(made) == 0)
 
 
 def test_a_body_s_objects_are_gone_before_its_reply() -> None:
