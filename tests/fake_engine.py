@@ -28,6 +28,13 @@ END, SAY, SAID = 256, 257, 258
 CRASH, REFUSED, NAN, HANG, PRINT, BUG, QUIET, LOST, DRAW, WARN, HALVES = range(300, 311)
 VOCAB = 320
 
+# What a daemon says of forms that it cannot have, by a word of their schemas.
+_NO_FORMS = {
+    "uniqueItems": "field 'grammar': uniqueItems is not supported",
+    "contains": "the schema cannot be enforced: contains is not supported",
+    "dependentRequired": "the grammar takes more than 4 s: the limit of a form",
+}
+
 
 class FakeEngine:
     """step_s: how long a step takes; load_s: how long loading takes, in five parts."""
@@ -80,8 +87,9 @@ class FakeEngine:
     def submit(self, request: Generate | Score) -> None:
         if REFUSED in request.tokens:
             raise RequestError("field 'tokens': a token that is always refused")
-        if isinstance(request, Generate) and "uniqueItems" in (request.grammar or ""):
-            raise RequestError("field 'grammar': uniqueItems is not supported")
+        for word, said in _NO_FORMS.items():
+            if isinstance(request, Generate) and f'"{word}"' in (request.grammar or ""):
+                raise RequestError(said)
         if len(request.tokens) >= self.ctx_tokens:
             raise ContextOverflowError(f"{len(request.tokens)} tokens in a context of {self.ctx_tokens}")
         if isinstance(request, Generate):

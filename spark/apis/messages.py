@@ -76,7 +76,9 @@ def _parse(body: Mapping[str, Any], max_tokens: int | None) -> Conversation:
         raise c.refusal("messages", "expected one that is not the assistant's")
     choice, parallel = _choice(body, tools)
     output = c.get(body, "output_config", dict, {})
-    form = body.get("output_format") if output.get("format") is None else output["format"]
+    form_field, form = "output_config.format", output.get("format")
+    if form is None:
+        form_field, form = "output_format", body.get("output_format")
     return Conversation(
         messages=tuple(messages),
         tools=tools,
@@ -86,7 +88,8 @@ def _parse(body: Mapping[str, Any], max_tokens: int | None) -> Conversation:
         sampling=c.sampling({key: body.get(key) for key in ("temperature", "top_p", "top_k", "seed")}),
         stops=c.stops(c.get(body, "stop_sequences", list, []), "stop_sequences"),
         reasoning=_reasoning(body, c.get(output, "effort", str, None, "output_config.")),
-        response_schema=c.response_schema("output_format", form, None),
+        response_schema=c.response_schema(form_field, form, None),
+        form_field=form_field,
         written=written,
         draft=c.draft(body),
         kv_recall=kv_recall(body),

@@ -13,6 +13,7 @@ import contextlib
 import functools
 import json
 import logging
+import re
 import time
 from collections import deque
 from collections.abc import AsyncGenerator, Sequence
@@ -46,6 +47,8 @@ KEEP_ALIVE_S = 10.0
 AT_ONCE = 8  # replies of one request that the engine has at a time, so that those of others come between
 _SOON_S = 1.0  # how long to wait for a first sign before there is a keep-alive
 _LONG_S = 10.0  # of reading a prompt, to be said in the log
+
+_ABOUT_FORM = re.compile(r"(?s)(?:field 'grammar[^']*':? |(?=the (?:schema|grammar)\b))(.*)")
 
 _log = logging.getLogger(__name__)
 
@@ -158,8 +161,8 @@ class Model(Prompts):
             yield finish
         except SparkError as error:
             reason = error.code
-            if isinstance(error, RequestError) and prompt.grammar is not None and "grammar" in error.message:
-                error.field = "tools" if prompt.grammar["kind"] == "tool_call" else prompt.conversation.form_field
+            if isinstance(error, RequestError):
+                _name_form(error, prompt)
             raise
         finally:
             if generation is not None:
@@ -184,6 +187,15 @@ class Model(Prompts):
 
 
 _Reply = AsyncGenerator[list[Part] | Finish]
+
+
+def _name_form(error: RequestError, prompt: Prompt) -> None:
+    """Have an error that is about the form name the field that the client sent it in; the daemon has its own for it."""
+    about = _ABOUT_FORM.fullmatch(error.message)
+    if prompt.grammar is None or about is None or error.field is not None:  # choices may share an error
+        return
+    error.field = "tools" if prompt.grammar["kind"] == "tool_call" else prompt.conversation.form_field
+    error.message = f"{error.field}: {about[1]}"
 
 
 def _pass_on(leader: asyncio.Future[Sent | None], sent: asyncio.Future[Sent]) -> None:

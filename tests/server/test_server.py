@@ -420,6 +420,31 @@ def test_a_bad_form_is_refused_before_a_stream_begins(fast: Running) -> None:
             assert response.status_code == 400 and "uniqueItems" in response.json()["error"]["message"]
 
 
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("word", ["uniqueItems", "contains", "dependentRequired"])
+def test_a_form_that_cannot_be_is_refused_by_the_client_s_field(fast: Running, word: str, stream: bool) -> None:
+    schema = {"type": "array", word: True}
+    function = {"name": "f", "parameters": schema}
+    required: dict[str, Any] = {"tools": [{"type": "function", "function": function}], "tool_choice": "required"}
+    form = {"type": "json_schema", "name": "n", "schema": schema}
+    wishes: list[tuple[str, str, dict[str, Any]]] = [
+        ("chat/completions", "response_format", {"response_format": {"type": "json_schema", "json_schema": form}}),
+        ("chat/completions", "tools", required),
+        ("responses", "text.format", {"text": {"format": form}}),
+        ("responses", "tools", {"tools": [{"type": "function", **function}], "tool_choice": "required"}),
+        ("messages", "output_format", {"output_format": form}),
+        ("messages", "output_config.format", {"output_config": {"format": form}}),
+        ("messages", "tools", {"tools": [{"name": "f", "input_schema": schema}], "tool_choice": {"type": "any"}}),
+    ]
+    for path, field, more in wishes:
+        asked = {"input": "x"} if path == "responses" else {"messages": body("x")["messages"], "max_tokens": 9}
+        response = fast.http.post(f"/v1/{path}", json=asked | more | {"stream": stream})
+        assert response.status_code == 400, (path, field)
+        error = response.json()["error"]
+        assert error["message"].startswith(f"{field}: ") and "'grammar'" not in error["message"], error
+        assert path == "messages" or error["param"] == field
+
+
 def test_names_of_other_machines_are_not_answered(fast: Running) -> None:
     for host, status in (
         ("evil.example", 403), ("evil.example:80", 403), ("[", 403), ("", 403), ("localhost.evil.example", 403),
