@@ -1,9 +1,9 @@
 """Runs conversations on the supervisor: choices, budgets of reasoning, stop strings, and the end of it all.
 
 A budget of reasoning that is used up breaks the generation off; what it made goes on from there with reasoning shut. A
-reply that may be a tool call, or else has to have a form, is begun freely; where it does not begin with a call, or
-ends before it has begun, it is begun again, constrained. Of several choices the first is sent first, and the others say
-that they share its prompt.
+reply that may be a tool call, or else has to have a form, is begun freely; where it does not begin with a call to a
+tool that was offered, or ends before it has begun, it is begun again, constrained. Of several choices the first is sent
+first, and the others say that they share its prompt.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from spark.server.prompts import Prompt, Prompts, may_call
 from spark.server.supervisor import Generation, Sent, Supervisor
 from spark.speech.conversation import (
     CallArguments,
+    CallStart,
     Drafted,
     Finish,
     Part,
@@ -278,6 +279,7 @@ class _Run:
         )
         self._budget, self._grammar = prompt.budget, prompt.grammar
         self._free = prompt.grammar is not None and conversation.raw is None and may_call(conversation)
+        self._offered = {tool["function"]["name"] for tool in conversation.tools}
         self.tokens, self.left = list(prompt.opening.tokens), prompt.max_tokens
         self._answer_at = len(self.tokens)  # where what is not reasoning begins
         self._prompt_tokens = len(self.tokens)
@@ -396,7 +398,7 @@ class _Run:
             self._answer_at = len(self.tokens)
         elif self._free and (parts[n:] or parser.ended):
             self._free = False
-            if not parts[n:] or isinstance(parts[n], Text):  # a stop string is one of the answer, too
+            if not self._calls(parts[n:]):  # a stop string is one of the answer, too
                 del parts[n:]
                 self._begin_again()
                 return
@@ -426,7 +428,8 @@ class _Run:
         else:
             cut = self.reason == "length"
             found = self._push(self._text.flush()) + self._parser.flush(cut)
-            if self._parser.cut or (found and not isinstance(found[0], Text)):
+            # A call that was cut before its name was known may have become one to a tool that was offered.
+            if self._calls(found) or (self._parser.cut and not found):
                 parts += found
                 return
             self.reason = ""
@@ -434,6 +437,10 @@ class _Run:
         self._begin_again()
         if self.left < 1:
             self.reason = "length"
+
+    def _calls(self, parts: Sequence[Part]) -> bool:
+        """Whether what the reply begins with is a call to a tool that was offered."""
+        return bool(parts) and isinstance(parts[0], CallStart) and parts[0].name in self._offered
 
     def _begin_again(self) -> None:
         """Take back what was not reasoning, for a generation that is constrained."""

@@ -373,6 +373,35 @@ def test_what_a_free_beginning_gives_out_at_its_end_has_no_form_either(
     assert finish.reason == "stop" and finish.usage.prompt == len(prompt)
 
 
+OTHERS = {
+    "qwen35": CALL.replace("=read>", "=reader>"),
+    "nano": '<tool_call>\n{"name": "rea", "arguments": {"path": "a"}}\n</tool_call>',
+    "laguna": "<tool_call>reader\n<arg_key>path</arg_key>\n<arg_value>a</arg_value>\n</tool_call>",
+    "gemma4": '<|tool_call>call:other{path:<|"|>a<|"|>}<tool_call|>',
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+@pytest.mark.parametrize("cut", [0, 16])
+def test_a_call_to_a_tool_that_was_not_offered_has_to_have_the_form(
+    monkeypatch: pytest.MonkeyPatch, name: str, cut: int
+) -> None:
+    """Also one that is cut behind its name."""
+    most = len(OTHERS[name]) - cut
+    conversation = Conversation(ASKED, TOOLS, response_schema={}, reasoning=Reasoning(False), max_tokens=most)
+    for more in ("", OTHERS[name]):
+        backend = Backend(OTHERS[name] + more, '{"a": 1}')
+        parts, finish = run(monkeypatch, name, backend, conversation)
+        assert [p.text for p in whole(parts) if isinstance(p, Text)] == ['{"a": 1}']
+        assert all(isinstance(part, Text) for part in parts)
+        (prompt, _, _), again = backend.asked
+        assert again == (prompt, most, '{"kind": "json_object"}')
+        assert (finish.reason, finish.usage.completion) == ("stop", 8)
+    # Without a form there is nothing to be written instead.
+    _, finish = run(monkeypatch, name, Backend(OTHERS[name]), replace(conversation, response_schema=None))
+    assert finish.reason == ("length" if cut else "tool_calls")
+
+
 def test_a_free_beginning_that_ends_while_it_reasons(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its reasoning is shut, and the answer has the form."""
     conversation = Conversation(ASKED, TOOLS, response_schema={}, reasoning=Reasoning(True), max_tokens=200)
