@@ -267,6 +267,8 @@ class _Aside:
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True,
         )  # fmt: skip
         self._process = process
+        # Once it has ended by itself it would be a zombie until the next large body.
+        threading.Thread(target=process.wait, name="end of large bodies", daemon=True).start()
         if self._closed:
             process.kill()
         return process

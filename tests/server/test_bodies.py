@@ -442,6 +442,18 @@ def test_a_process_that_ends_is_started_again(made: Running) -> None:
     assert events(made.http.post("/v1/chat/completions", json=large | {"stream": True}))
 
 
+def test_a_process_that_has_ended_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bodies, "_BOOT", bodies._BOOT.replace("bodies.work", "bodies._IDLE_S = 0.5; bodies.work"))
+    aside = bodies._Aside()
+    try:
+        for _ in range(2):
+            assert asyncio.run(aside.read(COUNTED, json.dumps(body("x")).encode()))[1].messages
+            assert aside._process is not None
+            wait_until(lambda: not psutil.pid_exists(aside._process.pid))
+    finally:
+        aside.close()
+
+
 def test_a_body_whose_reading_takes_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bodies, "_READ_S", 0.0)
     aside = bodies._Aside()
