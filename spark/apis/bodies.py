@@ -37,6 +37,7 @@ from spark.speech.json_text import one_body, parse_object
 
 MAX_BODY_BYTES = 32 << 20
 MAX_ALL_BYTES = 4 * MAX_BODY_BYTES  # of bodies that are being received or read, over all connections
+TOO_LARGE = f"the body is larger than {MAX_BODY_BYTES} bytes"
 SLOW_S = 20.0  # a body that takes longer makes room for others where there is none
 SMALL_BYTES = 8 << 10
 MIDDLE_BYTES = 64 << 10
@@ -188,7 +189,7 @@ class _Received:
 
     async def read(self, request: Request) -> bytes:
         """Read a body of bounded size; one that says that it is larger is refused unread."""
-        too_large = HTTPException(413, f"the body is larger than {MAX_BODY_BYTES} bytes")
+        too_large = HTTPException(413, TOO_LARGE)
         length = request.headers.get("content-length", "")
         if length.isdecimal() and int(length[:20]) > MAX_BODY_BYTES:
             raise too_large

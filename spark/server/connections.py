@@ -24,6 +24,7 @@ import h11
 from starlette.datastructures import Headers
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from spark.apis.bodies import MAX_BODY_BYTES, TOO_LARGE
 from spark.apis.http import error_response, openai_error
 from spark.server.guard import sharing
 from spark.server.seldom import Seldom
@@ -129,11 +130,15 @@ class _Pace:
 
 
 class _Reading(h11.Connection):
-    """Counts the bytes of bodies, and refuses those in chunks so small that reading them would hold up everybody."""
+    """Counts the bytes of bodies, and refuses those in chunks so small that reading them would hold up everybody.
+
+    too_large: what it refused is a chunk that is larger than a body may be.
+    """
 
     def __init__(self, longest_head: int) -> None:
         super().__init__(h11.SERVER, longest_head)
         self.body_bytes = 0
+        self.too_large = False
         self._chunks = self._chunked_bytes = 0
         self._blank = False  # the empty line was there that clients may send before a request (RFC 9112, 2.2)
 
@@ -158,7 +163,16 @@ class _Reading(h11.Connection):
             self._chunks = self._chunked_bytes = 0
             self._blank = False
             return _in_origin_form(event)
+        # Behind an answer nobody wants the body, and the client is to read that answer.
+        if self.our_state in (h11.IDLE, h11.SEND_RESPONSE) and self._chunk_bytes(event) > MAX_BODY_BYTES:
+            self.too_large = True
+            raise h11.RemoteProtocolError("a chunk that is too large")
         return event
+
+    def _chunk_bytes(self, event: h11.Event | type[h11.NEED_DATA] | type[h11.PAUSED]) -> int:
+        """How much the chunk at hand says that it has, if this is the first of it."""
+        left: int = getattr(self._reader, "_bytes_in_chunk", 0)
+        return left + len(event.data) if isinstance(event, h11.Data) else left
 
 
 def _in_origin_form(request: h11.Request) -> h11.Request:
@@ -267,7 +281,10 @@ class Connection(H11Protocol):
         return self._shut
 
     def send_400_response(self, msg: str) -> None:
-        """Answer what is no HTTP, where an answer can still be given."""
+        """Answer what is no HTTP, or goes beyond what may be sent, where an answer can still be given."""
+        if self._reading.too_large:
+            self._answer(413, TOO_LARGE)
+            return
         self._all.seldom.warning("invalid", "a request that is not HTTP was refused")
         self._answer(400, msg)
 

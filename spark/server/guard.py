@@ -9,7 +9,6 @@ import hmac
 import ipaddress
 import re
 from collections.abc import Collection
-from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import Response
@@ -23,6 +22,7 @@ _KEYLESS = page.PATHS | {"/health"}
 # Headers that the clients of these APIs send beside those that browsers always allow.
 _CLIENT_HEADER = re.compile(r"authorization|x-api-key|content-type|accept|(anthropic|openai|x-stainless)-[a-z0-9-]+")
 _ORIGIN = re.compile(r"([a-z][a-z0-9+.-]*)://([a-z0-9._-]+|\[[0-9a-f:.]+\])(?::(\d{1,5}))?")
+_HOST = re.compile(r"([a-z0-9._-]+|\[[0-9a-f:.]+\])(?::\d{0,5})?")  # of the header: browsers send nothing else
 _PORTS = {"http": "80", "https": "443"}
 
 
@@ -151,7 +151,6 @@ def _origin(text: str) -> str:
 
 
 def _hostname(host: str) -> str:
-    try:
-        return urlsplit(f"//{host}").hostname or ""
-    except ValueError:
-        return ""
+    """The name in a Host header; empty for what is none, whatever else it may have in it."""
+    match = _HOST.fullmatch(host.lower())
+    return match[1].strip("[]") if match else ""

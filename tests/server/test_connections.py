@@ -323,6 +323,26 @@ def test_chunks_of_a_byte_hold_up_nobody(slow_one: Running) -> None:
     assert slow_one.http.get("/health").status_code == 200
 
 
+@pytest.mark.parametrize("size", [b"f" * 18, b"2000001"])
+def test_a_chunk_larger_than_a_body_is_refused_unread(slow_one: Running, size: bytes) -> None:
+    for path in (b"/v1/messages", b"/v1/chat/completions"):
+        head = b"POST %b HTTP/1.1\r\nhost: localhost\r\ntransfer-encoding: chunked\r\n\r\n" % path
+        for sent in (b"", b"{", b"2\r\n{ \r\n"):
+            chunk = sent + size + b"\r\n" if sent.endswith(b"\n") else size + b"\r\n" + sent
+            with connected(slow_one.port, head + chunk) as one:
+                one.settimeout(5.0)
+                said = rest(one)
+            assert said.startswith(b"HTTP/1.1 413 ") and b"larger than 33554432 bytes" in said
+            assert (b"request_too_large" in said) == (path == b"/v1/messages")
+    with connected(slow_one.port, b"POST /v1/nothing HTTP/1.1\r\nhost: localhost\r\n") as one:
+        one.sendall(b"transfer-encoding: chunked\r\n\r\n")
+        assert b"404" in one.recv(65536)
+        one.sendall(size + b"\r\n" + b"x" * 100)  # behind an answer it is dropped as any body
+        one.settimeout(0.3)
+        with pytest.raises(TimeoutError):
+            one.recv(1)
+
+
 def test_garbage_makes_one_line_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     early = b"POST /v1/nothing HTTP/1.1\r\nhost: localhost\r\ntransfer-encoding: chunked\r\n\r\n"
