@@ -55,7 +55,8 @@ from engine.text.forms_host import (
 from engine.text.grammar import check
 
 COMPILING = 2  # forms that are compiled at a time
-SLOW_S = 1.0  # of them, one that takes longer; the second place is for those that do not
+SLOW_S = 0.3  # of them, one that takes longer; the second place is for those that do not
+AGED_S = 2.0  # a form that has waited for longer goes ahead of shorter ones
 KEPT_FORMS = 16  # whose processes wait for the next request
 KEPT_KIB = 128 << 10  # what these may take
 KNOWN_FORMS = 256  # of which it is remembered whether they are any
@@ -150,7 +151,7 @@ class _Shared:
         self.known = False
         self.error: SparkError | None = None
         self.process: _Process | None = None
-        self.queued = False
+        self.queued, self.queued_s = False, 0.0
         self.waiting: set[int] = set()
         self.begun: dict[int, Form] = {}
         self.strikes = 0
@@ -285,7 +286,7 @@ class Forms:
 
     def _enqueue(self, shared: _Shared) -> None:
         if shared.process is None and not shared.queued:
-            shared.queued = True
+            shared.queued, shared.queued_s = True, time.monotonic()
             self._queue.append(shared)
             self._start()
 
@@ -303,9 +304,16 @@ class Forms:
             queue = self._queue or (self._slow if not any_slow else None)
             if len(compiling) >= COMPILING or not queue or not self._is_up:
                 return
-            shared = queue.popleft()
+            shared = queue[0] if queue is self._slow else self._next()
+            queue.remove(shared)
             shared.queued = False
             self._fork(shared, slow=queue is self._slow)
+
+    def _next(self) -> _Shared:
+        """The shortest of what waits in the queue: who asks for little does not wait behind many who ask for much."""
+        first = self._queue[0]
+        is_aged = time.monotonic() > first.queued_s + AGED_S
+        return first if is_aged else min(self._queue, key=lambda shared: len(shared.text))
 
     def _fork(self, shared: _Shared, slow: bool) -> None:
         ours, theirs = socket.socketpair()

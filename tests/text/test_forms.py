@@ -218,6 +218,20 @@ def test_many_hopeless_forms_let_another_through_and_are_refused(
     own.close()
 
 
+def test_a_short_form_goes_ahead_of_long_ones_but_not_for_ever(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = Forms(NANO, lambda: "", tokenizer.vocab_size)
+    monkeypatch.setattr(own, "_start", lambda: None)
+    texts = [json.dumps(schema({"const": "a" * n})) for n in (30, 7, 19)]
+    for text in texts:
+        own.open(text, ())
+    assert own._next().text == texts[1]
+    own._queue[0].queued_s -= 10
+    assert own._next().text == texts[0]
+    own.close()
+
+
 def test_a_file_that_was_replaced_is_told(tokenizer: Tokenizer) -> None:
     own = Forms(NANO, lambda: "0" * 64, tokenizer.vocab_size)
     form = own.open(json.dumps(schema({"const": 1})), ())
