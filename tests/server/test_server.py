@@ -357,7 +357,7 @@ def at_once(port: int, path: str, bodies: list[dict]) -> list[httpx.Response]:
 @pytest.mark.slow
 @pytest.mark.parametrize("stream", [False, True])
 def test_more_requests_at_once_than_there_are_places(stream: bool) -> None:
-    with running(fake(step_s=0.005)) as made:
+    with running(fake(step_s=0.01)) as made:  # no reply ends before all have asked
         responses = at_once(made.port, "/v1/chat/completions", [body("x" * 9, stream=stream)] * 100)
         assert Counter(response.status_code for response in responses) == {200: 64, 429: 36}
         refused = next(response for response in responses if response.status_code == 429)
