@@ -2,7 +2,8 @@
 // gate where there is one, and quantizes it.
 //
 // -DHEAD_DIM, -DSPLITS, -DWINDOW (splits.cuh), -DGATE, -DGATE_BY_HEAD (gate.cuh); -DEACH=1 or 4: elements of the output that
-// a lane has, neighbors. Grid (ceil(H * HEAD_DIM / 32 / EACH), T), blocks of 256 threads. HEAD_DIM is a multiple of EACH. partial_o [T, H, max_splits, HEAD_DIM], partial_ml [T, H, max_splits, 2] as attention.cu leaves
+// a lane has, neighbors; HEAD_DIM is a multiple of it. Grid (ceil(H * HEAD_DIM / 32 / EACH), T), blocks of 256 threads.
+// partial_o [T, H, max_splits, HEAD_DIM], partial_ml [T, H, max_splits, 2] as attention.cu leaves
 // them; out [T, H * HEAD_DIM]; gate [T, H] or, unless GATE_BY_HEAD, [T, H * HEAD_DIM]. Unless q8
 // is null, H * HEAD_DIM is a multiple of 32, and q8 [T, H * HEAD_DIM], d and sums [T, H * HEAD_DIM / 32] get the row in
 // 8 bits (`quantize_activations` of engine/ops/arithmetic.py). With -DLISTED=1 positions are [T, H / group], and missed
