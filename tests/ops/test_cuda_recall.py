@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from engine.ops import KV_BLOCK_TOKENS, MASS_UNITS, Limits, Recall, cpu, reference
+from engine.ops.cuda import attention
 from engine.ops.cuda import recall as recall_ops
 from engine.ops.cuda.attention import COMBINE_THREADS
 from engine.ops.cuda.device import Module
@@ -116,6 +117,15 @@ def test_with_enough_blocks_attention_is_whole(device: Any) -> None:
     whole = here.attended(ops, None)
     assert same_bits(here.recalled(ops, None, -1)[1], whole) and same_bits(here.recalled(ops, None, 8)[1], whole)
     assert not same_bits(here.recalled(ops, None, 3)[1], whole)
+
+
+def test_lanes_of_four_elements_leave_out_the_same(device: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As steps of many rows have them."""
+    here = context(5, "f16", (700, 600), (2, 1), 6, 2, 64)
+    _, out, one = here.recalled(ops_of(device, here), None, 3)
+    monkeypatch.setattr(attention, "FEW_ROWS", 1)
+    _, found, four = here.recalled(ops_of(device, here), None, 3)
+    assert same_bits(found, out) and same_bits(four.missed, one.missed) and same_bits(four.left, one.left)
 
 
 def test_equal_blocks_are_read_from_the_first_on(device: Any) -> None:
