@@ -5,7 +5,7 @@
 //   u64 target[3]        where they are written, too, as they enter a slot; 0: nowhere
 //   i32 expert
 //   i32 first, count     pairs[first .. first + count]: the (token, rank) that use it, as t * n_used + a
-//   i32 job              above 0: of the CPU, or its last rows of gate and up are (jobs.cuh); below 0, with GUESSES: it misses, and
+//   i32 job              above 0: of the CPU, or its last rows of gate and up are (jobs.cuh, several_jobs.cuh); below 0, with GUESSES: it misses, and
 //                        where it may have landed (landing.cuh); 0: neither
 // Sources and targets are 16-byte aligned and padded to 16.
 //
@@ -14,7 +14,7 @@
 //   DOWN_FLOAT       1: z are floats, else they are in 8 bits
 //   COLS             columns: D in first halves, F in second ones
 //   GELU             1: the activation is gelu, else silu
-//   JOBS             1: experts of one token may be the CPU's (jobs.cuh): gate_up, down_one
+//   JOBS             1: experts of one token may be the CPU's (jobs.cuh): gate_up, down_one. 2: of several (several_jobs.cuh)
 //   GUESSES          1: they may have landed before (landing.cuh): gate_up
 //   WEIGHTED         1: products of gate are multiplied by gate_scales[expert]
 //   BESIDE           1: there is one expert more, of the same F, that every token uses, of matrices beside_gate and

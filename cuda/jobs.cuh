@@ -89,10 +89,12 @@ struct LayerJob {
     u64* known;
     spark_job* record;
 
-    __device__ LayerJob(u64* words, i32 job) {
+    __device__ LayerJob(u64* words, i32 job) : LayerJob(words, job, words + JOBS_KNOWN) {}
+    // all_known: words of each of the layer's jobs.
+    __device__ LayerJob(u64* words, i32 job, u64* all_known) {
         number = load_fresh(words + JOBS_FIRST) + (u64)(job - 1);
         place = (number - 1) % SPARK_JOB_RECORDS;
-        known = words + JOBS_KNOWN + job - 1;
+        known = all_known + job - 1;
         record = job_of(load_fresh(words + JOBS_RING), SPARK_JOB_RECORDS, number);
     }
     // By one thread of another block than the one that tells: what is told of it that is not `except`.

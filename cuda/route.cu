@@ -6,6 +6,8 @@
 // -DJOBS=1: of one token's experts that miss and enter no slot, the last ones are the CPU's: their records have a job, and jobs
 // has the numbers (jobs.cuh). division[how many miss], [A + 1], says how many: experts | units << 8. units: of gate and up of
 // the one before these, 0: it is not divided. It is written between steps.
+// -DJOBS=2: the same of several tokens' experts (several_jobs.cuh), whole ones that few tokens use: division [E + 1] says how
+// many. Their records come last.
 // -DGUESSES=1: records of one token's experts that miss name their landing slot in place of a job where they were guessed, and
 // then are not the CPU's, or say that they cross the link (landing.cuh). is_first, is_last: whether the layer is the step's;
 // these take the time, also of a step without guesses: is_last is 2 there.
@@ -21,6 +23,7 @@
 #include "choice.cuh"
 #include "jobs.cuh"
 #include "landing.cuh"
+#include "several_jobs.cuh"
 
 #define RECENT_TOKENS 32
 #define CHOOSE_WARPS 8
@@ -87,6 +90,10 @@ struct Step {
     i16 leaving[MAX_PAIRS + 1];  // by rank: slots of the layer, -1 beyond the last
     u64 leaving_ptr[MAX_PAIRS][3];
     u64 guessed[LANDING_SLOTS]; // tags
+#if JOBS == 2
+    u32 free[MAX_PAIRS / WARP];    // of each 32 pairs, those whose experts may be the CPU's
+    i16 division[EXPERTS + 1];
+#endif
 };
 
 // What a thread knows of the slot that is its own, if any.
@@ -147,6 +154,11 @@ struct Landings {
     u64 layer;           // landing_layer
     i32 n_blocks;        // of gate_up, for an expert
 };
+// Of a step of several: the number of the layer's first job, the words of several_jobs.cuh, and how many jobs the layer
+// before had.
+struct Handing {
+    u64 next, *jobs, *several, before;
+};
 struct Bypass {
     u64 base;
     i64 expert_bytes, up_at, down_at;
@@ -156,7 +168,7 @@ struct Bypass {
 template <bool with_table>
 DEVICE void settle(Step& step, const Slots& s, const OwnSlot& own, int n_slots, int n_pairs, i64 clock, int memory,
                    i64 heat, i32* fetch_rows, i32* fetch_count, u64* active, i32* n_active, i32* pairs, const Bypass& bypass,
-                   const Division& division = {}, const Landings& landings = {}) {
+                   const Division& division = {}, const Landings& landings = {}, const Handing& handing = {}) {
     const int i = threadIdx.x, lane = i % WARP;
 
     const u32 counted = i < EXPERTS ? step.counted[i] : 0;
@@ -293,6 +305,34 @@ DEVICE void settle(Step& step, const Slots& s, const OwnSlot& own, int n_slots, 
         *fetch_count = 0;
 
     i32 job = 0;
+#if JOBS == 2
+    if (with_table) {
+        i32 n_jobs = 0;
+        if (any_missing) {
+            const bool may = first && wanted >= 0 && !enters_at(wanted) && step.uses[expert] <= MOST_HANDED;
+            const u32 own = __ballot_sync(FULL_WARP, may);
+            if (lane == 0 && i < n_pairs)
+                step.free[i / WARP] = own;
+            __syncthreads();
+            i32 n_missed = 0, n_free = 0, behind = 0; // behind: in order of first use
+            for (int j = 0; j < (n_pairs + WARP - 1) / WARP; j++) {
+                n_missed += __popc(step.absent[j]);
+                n_free += __popc(step.free[j]);
+                behind += __popc(j > i / WARP ? step.free[j] : j == i / WARP ? own & ~((2u << lane) - 1) : 0);
+            }
+            n_jobs = min((i32)step.division[n_missed], n_free);
+            job = may && behind < n_jobs ? n_jobs - behind : 0;
+            const i32 ahead = wanted >= 0 ? max(0, n_jobs - behind - may) : n_jobs; // jobs that a record would come behind
+            record = job ? n_firsts - n_jobs + job - 1 : record - ahead;
+        }
+        if (i == 0) {
+            handing.jobs[JOBS_FIRST] = handing.next;
+            handing.jobs[JOBS_NEXT] = handing.next + (u64)n_jobs;
+            handing.several[SEVERAL_COUNT] = (u64)n_jobs;
+            handing.several[SEVERAL_BEFORE] = handing.before;
+        }
+    }
+#endif
     bool is_guessed = false;
     if (GUESSES && with_table && n_pairs == USED && i < WARP) {
         u32 useful = 0;
@@ -312,7 +352,7 @@ DEVICE void settle(Step& step, const Slots& s, const OwnSlot& own, int n_slots, 
                 atomicAdd(landings.words + LANDING_MISSES, (u64)__popc(misses));
         }
     }
-    if (JOBS && with_table && n_pairs == USED && i < WARP) {
+    if (JOBS == 1 && with_table && n_pairs == USED && i < WARP) {
         const i32 n_missed = __popc(__ballot_sync(FULL_WARP, first && wanted >= 0));
         const u32 misses = __ballot_sync(FULL_WARP, first && wanted >= 0 && !is_guessed);
         const u32 free = __ballot_sync(FULL_WARP, first && wanted >= 0 && !is_guessed && !enters_at(wanted));
@@ -337,7 +377,7 @@ DEVICE void settle(Step& step, const Slots& s, const OwnSlot& own, int n_slots, 
     }
     if (with_table && first) {
         const bool enters = wanted >= 0 && enters_at(wanted);
-        const bool passes = wanted >= 0 && !enters && record < bypass.n_places;
+        const bool passes = wanted >= 0 && !enters && (JOBS != 2 || !job) && record < bypass.n_places;
         const u64 place = bypass.base + record * bypass.expert_bytes;
         u64* const r = active + record * 8;
         for (int part = 0; part < 3; part++) {
@@ -349,7 +389,9 @@ DEVICE void settle(Step& step, const Slots& s, const OwnSlot& own, int n_slots, 
     }
 }
 
-#if JOBS
+#if JOBS == 2
+#define DIVISION , const i32* of_misses, u64* jobs, u64* several
+#elif JOBS
 #define DIVISION , const i32* of_misses, u64* jobs
 #else
 #define DIVISION
@@ -399,7 +441,7 @@ KERNEL __launch_bounds__(MOST_THREADS) route(const float* logits, int T, int ren
     const i64 heat = i < EXPERTS ? s.heat[i] : 0;
     const u8 counts_row = first < T ? counted[first] : 0;
     const OwnSlot own = load_slot(s, begin, end);
-#if JOBS
+#if JOBS == 1
     const Division division = {of_misses[min(lane, USED)], jobs};
 #else
     const Division division = {};
@@ -409,11 +451,20 @@ KERNEL __launch_bounds__(MOST_THREADS) route(const float* logits, int T, int ren
         load_row(bias, lane, biases);
     for (int j = i; j < EXPERTS * 3; j += (int)blockDim.x)
         step.source[j] = s.expert_ptr[j];
+#if JOBS == 2
+    for (int j = i; j <= EXPERTS; j += (int)blockDim.x)
+        step.division[j] = (i16)of_misses[j];
+#endif
     clear(step);
     __syncthreads();
     dependency_wait();
     if (is_late)
         dependency_release();
+#if JOBS == 2
+    const Handing handing = {load_fresh(jobs + JOBS_NEXT), jobs, several, load_fresh(several + SEVERAL_COUNT)};
+#else
+    const Handing handing = {};
+#endif
     if (first < T)
         load_row(logits + first * EXPERTS, lane, x);
 #if GUESSES
@@ -427,6 +478,10 @@ KERNEL __launch_bounds__(MOST_THREADS) route(const float* logits, int T, int ren
     if (!is_active) { // nothing moves, and neither the expert FFN nor a copy finds work of the step before
         if (i == 0)
             *n_active = *fetch_count = 0;
+#if JOBS == 2
+        if (i == 0)
+            several[SEVERAL_COUNT] = 0, several[SEVERAL_BEFORE] = handing.before;
+#endif
         return;
     }
     Pick pick;
@@ -457,7 +512,7 @@ KERNEL __launch_bounds__(MOST_THREADS) route(const float* logits, int T, int ren
         step.resident[i] = slot >= 0;
     __syncthreads();
     settle<true>(step, s, own, end - begin, T * USED, now, memory, heat, fetch_rows, fetch_count, active, n_active, pairs,
-                 {bypass, expert_bytes, up_at, down_at, n_places}, division, landings);
+                 {bypass, expert_bytes, up_at, down_at, n_places}, division, landings, handing);
     if (last >= 0)
         weigh(last);
 #if GUESSES

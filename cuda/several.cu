@@ -22,26 +22,91 @@
 //   WARPS            of a block; 32 is a multiple of WARPS * ROWS
 //   PER_SM           of a multiprocessor at a time
 //   SHARED           the copiers make row_scale
+//   JOBS             2: the last records may be the CPU's (several_jobs.cuh)
 //
 // Shared memory.
 //   gate_up_several  2 * stage_bytes a warp, a stage being ROWS rows and 32 bytes or more; with SHARED 8 * D at least
 //   down_several     a warp: HeldRow::base_bytes, then STAGES * stage_bytes
 //   combine_norm     8 * D
 #include "experts.cuh"
+#include "several_jobs.cuh"
+
+#if JOBS
+#define JOB_WORDS , u64* jobs, u64* several
+#else
+#define JOB_WORDS
+#endif
 
 #ifdef GATE
+
+#if JOBS
+// A job's record and activations, those of its tokens one after the other, by a block; then it is posted. record: the
+// expert's words.
+DEVICE void hand_over(u64* jobs, u64* several, i32 place, u64 record, const i32* pairs, i32 n_used, i32 bank,
+                      const Input& given, const float* gate_scales) {
+    const LayerJob job(jobs, place, several + SEVERAL_KNOWN);
+    const Uses uses = uses_of(record);
+    const i32 own = own_pair(pairs, uses) / n_used;
+    const u64 input = load_fresh(several + SEVERAL_INPUTS) + job.place * load_fresh(several + SEVERAL_INPUT_BYTES);
+    const u64 scales = is_float(GATE) ? 0 : input + uses.count * COLS;
+    for (i32 use = 0; use < uses.count; use++) {
+        const Input row = row_of(given, __shfl_sync(FULL_WARP, own, use), COLS);
+        if constexpr (is_float(GATE)) {
+            for (i32 i = threadIdx.x; i < COLS; i += blockDim.x)
+                ((float*)input)[use * COLS + i] = row.x[i];
+        } else {
+            for (i32 i = threadIdx.x; i < COLS / 4; i += blockDim.x)
+                ((u32*)input)[use * (COLS / 4) + i] = ((const u32*)row.q)[i];
+            for (i32 i = threadIdx.x; i < COLS / 32; i += blockDim.x)
+                ((float*)scales)[use * (COLS / 32) + i] = row.d[i];
+        }
+    }
+    u64 source[3];
+#pragma unroll
+    for (i32 part = 0; part < 3; part++)
+        source[part] = word_of(record, part);
+    const i32 expert = (i32)word_of(record, 6);
+    if (threadIdx.x == 0) {
+        spark_job* const to = job.record;
+#pragma unroll
+        for (i32 part = 0; part < 3; part++)
+            to->source[part] = source[part];
+        to->input = input, to->input_scales = scales;
+        to->output = load_fresh(several + SEVERAL_OUTPUTS) + job.place * load_fresh(several + SEVERAL_OUTPUT_BYTES);
+        to->output_scales = 0;
+        to->gate_scale = WEIGHTED ? gate_scales[expert] : 1.0f;
+        to->bank = bank, to->part = SPARK_JOB_BOTH, to->first = 0, to->last = COLS, to->count = uses.count;
+        for (i32 use = 0; use < uses.count; use++)
+            to->token[use] = (u8)use;
+    }
+    __syncthreads();
+    if (threadIdx.x == 0)
+        post_job(job.record, job.number);
+}
+#define JOB_BANK JOB_WORDS, i32 bank
+#else
+#define JOB_BANK
+#endif
 
 KERNEL __launch_bounds__(WARPS * WARP, PER_SM)
     gate_up_several(const u8* active, const i32* n_active, const i32* pairs, i32 n_used, i32 F, const float* x,
                     const i8* q, const float* d, const i32* sums, float* z, i8* zq, float* zd, i32* zsums,
                     const u8* beside_gate, const u8* beside_up, i32 n_tokens, const u8* shared_gate, const float* h,
-                    float* row_scale, i32 copiers, i64 down_bytes, i32 stage_bytes, const float* gate_scales) {
+                    float* row_scale, i32 copiers, i64 down_bytes, i32 stage_bytes, const float* gate_scales JOB_BANK) {
     constexpr i32 GATE_BYTES = row_bytes_of(GATE, COLS), UP_BYTES = row_bytes_of(UP, COLS);
     __shared__ float gs[TOKENS][33], us[TOKENS][33];
     DYNAMIC_SHARED(u8, shared);
     dependency_wait_first(); // down_several reads the table before it waits
     const i32 lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, n_active_now = load_fresh(n_active);
     if ((i32)blockIdx.x < copiers) {
+#if JOBS
+        const i32 n_jobs = (i32)load_fresh(several + SEVERAL_COUNT);
+        for (i32 place = 1 + blockIdx.x; place <= n_jobs; place += copiers)
+            hand_over(jobs, several, place, record_word(active, n_active_now - n_jobs + place - 1), pairs, n_used, bank,
+                      global_input(x, q, d, sums), gate_scales);
+        if (blockIdx.x == 0 && threadIdx.x == 0)
+            tell_layer(several);
+#endif
         copy_downs(active, n_active_now, down_bytes, blockIdx.x, copiers);
 #ifdef SHARED
         for (i32 t = blockIdx.x; t < n_tokens; t += copiers) {
@@ -66,6 +131,25 @@ KERNEL __launch_bounds__(WARPS * WARP, PER_SM)
     else
         record = record_word(active, expert);
 
+#if JOBS
+    // The first block of a job's record asks whose it is, and tells the others, which come behind it.
+    if (const i32 place = (i32)(word_of(record, 7) >> 32); place > 0) {
+        __shared__ i32 whose;
+        const LayerJob job(jobs, place, several + SEVERAL_KNOWN);
+        if (threadIdx.x == 0 && row0 > 0) {
+            whose = job.heard(-1);
+        } else if (threadIdx.x == 0) {
+            // It is claimed when those before it leave somebody time, so its bound is as many times longer.
+            whose = await_claim(job.record, job.number, load_fresh(jobs + JOBS_BOUND_NS) * (u64)place);
+            if (whose == SPARK_JOB_DECLINED)
+                atomicAdd(several + SEVERAL_TAKEN, (u64)1);
+            job.tell(whose);
+        }
+        __syncthreads();
+        if (whose != SPARK_JOB_DECLINED)
+            return;
+    }
+#endif
     // The block's rows, which it brings to their slots first where they come from the host.
     const i32 rows = min(32, F - row0);
     u8* const gate_slot = (u8*)word_of(record, 3);
@@ -147,9 +231,47 @@ KERNEL __launch_bounds__(WARPS * WARP, PER_SM)
 #endif
 #ifdef DOWN
 
+#if JOBS
+// What the CPU has computed of an expert, the block's rows, to y of its pairs; false: it was taken back. Where no answer
+// comes in time they become zeros, and a word says so. The first block asks, and tells the others.
+DEVICE bool take_answer(const LayerJob& job, u64* jobs, u64* several, const Uses& uses, const i32* pairs, i32 D, float* y) {
+    constexpr i32 MINE = WARPS * STAGES * ROWS;
+    __shared__ i32 whose;
+    if (threadIdx.x == 0) {
+        whose = job.heard(-1);
+        if (blockIdx.x == 0 && whose == SPARK_JOB_CLAIMED) {
+            u64 waited_ns;
+            const bool done = await_done(job.record, job.number, load_fresh(jobs + JOBS_PATIENCE_NS), waited_ns);
+            if (!done) {
+                jobs[JOBS_FAILED] = job.number;
+                ((volatile u64*)load_fresh(jobs + JOBS_BOARD))[BOARD_FAILED] = job.number;
+            }
+            whose = done ? SPARK_JOB_DONE : NEVER_ANSWERED;
+            job.tell(whose);
+            atomicAdd(several + SEVERAL_DONE, (u64)done);
+            atomicMax(several + SEVERAL_LONGEST, waited_ns);
+        } else if (whose == SPARK_JOB_CLAIMED) {
+            whose = job.heard(SPARK_JOB_CLAIMED);
+        }
+    }
+    __syncthreads();
+    if (whose == SPARK_JOB_DECLINED)
+        return false;
+    const u64 from = load_fresh(several + SEVERAL_OUTPUTS) + job.place * load_fresh(several + SEVERAL_OUTPUT_BYTES);
+    const i32 first = blockIdx.x * MINE;
+    for (i32 at = threadIdx.x; at < uses.count * MINE; at += blockDim.x) {
+        const i32 use = at / MINE, row = first + at % MINE;
+        if (row < D)
+            y[(i64)load_fresh(pairs + uses.first + use) * D + row] =
+                whose == SPARK_JOB_DONE ? load_fresh((const float*)from + (i64)use * D + row) : 0.0f;
+    }
+    return true;
+}
+#endif
+
 KERNEL __launch_bounds__(WARPS * WARP, PER_SM)
     down_several(const u8* active, const i32* n_active, const i32* pairs, i32 D, const float* z, const i8* zq,
-                 const float* zd, const i32* zsums, float* y, i32 stage_bytes) {
+                 const float* zd, const i32* zsums, float* y, i32 stage_bytes JOB_WORDS) {
     constexpr i32 ROW_BYTES = row_bytes_of(DOWN, COLS);
     DYNAMIC_SHARED(u8, shared);
     const i32 lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
@@ -163,6 +285,13 @@ KERNEL __launch_bounds__(WARPS * WARP, PER_SM)
     const bool works = row0 < D && (i32)blockIdx.y < load_fresh(n_active);
     const u64 record = record_word(active, blockIdx.y);
     const Uses uses = uses_of(record);
+#if JOBS
+    if (const i32 place = (i32)(word_of(record, 7) >> 32); place > 0 && (i32)blockIdx.y < load_fresh(n_active)) {
+        dependency_wait();
+        if (take_answer({jobs, place, several + SEVERAL_KNOWN}, jobs, several, uses, pairs, D, y))
+            return;
+    }
+#endif
     const i32 own = works ? own_pair(pairs, uses) : 0;
     if (works) {
         const u8* const slot = (const u8*)word_of(record, 5);

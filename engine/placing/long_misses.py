@@ -34,11 +34,14 @@ class LongTally:
 class LongGate:
     """Whether jobs are offered. pcie_us: of an expert over PCIe, as measured.
 
+    window_jobs: after which what came of them is looked at. late: what a job is where nobody claims it, in words.
     state: "on", "off", or "off for good"; why: it is not on.
     """
 
-    def __init__(self, pcie_us: float) -> None:
-        self.pcie_us = pcie_us
+    def __init__(
+        self, pcie_us: float, window_jobs: int = WINDOW_JOBS, late: str = "before PCIe had come to it"
+    ) -> None:
+        self.pcie_us, self._window_jobs, self._late = pcie_us, window_jobs, late
         self.state, self.why = "on", ""
         self._lost = self._good = 0
         self._retry_s = 0.0
@@ -54,11 +57,11 @@ class LongGate:
             self.state, self.why, self._from = "on", "", tally
             return True
         new = tally.since(self._from)
-        if new.done + new.taken < WINDOW_JOBS:
+        if new.done + new.taken < self._window_jobs:
             return False
         self._from = tally
         if not new.done:
-            return self._lose(f"none of {new.taken} jobs was claimed before PCIe had come to it", now_s)
+            return self._lose(f"none of {new.taken} jobs was claimed {self._late}", now_s)
         if new.waited_us >= new.done * self.pcie_us:
             each = new.waited_us / new.done
             return self._lose(f"an expert was waited for {each:.0f} us, PCIe takes {self.pcie_us:.0f}", now_s)

@@ -150,7 +150,13 @@ def count(
                 _step(forward, residency, 1, 1)
                 if predictor is not None:
                     predictor.rehearse(1)
-        if cpu is not None and (jobs := cpu[1]) is not None:
+        if cpu is not None and cpu[1] is not None:
+            ws.hand_misses(cpu[1])
+            for n in GRAPH_TOKENS:
+                if 1 < n <= limits.max_tokens:
+                    _step(forward, residency, n, 1)
+            ws.hand_misses(None)
+        if cpu is not None and (jobs := cpu[2]) is not None:
             ws.offer_misses(jobs)
             _step(forward, residency, jobs.n_rows, 1, ShortRows(jobs.n_rows))
     buffers = device.n_bytes - dense.n_bytes - kv.n_bytes - arena + _ROUNDING_BYTES

@@ -29,6 +29,7 @@ from engine.ops.cuda.cpu_experts import PATIENCE_S, CpuExperts
 from engine.ops.cuda.device import Device
 from engine.ops.cuda.handing import HandOver
 from engine.ops.cuda.long_jobs import LongJobs
+from engine.ops.cuda.several_jobs import SeveralJobs
 from engine.ops.cuda.workspace import Workspace
 from engine.ops.jobs import MAX_TOKENS, Bank
 from engine.placing.division import COPY_US, UNIT_ROWS, Costs
@@ -38,6 +39,7 @@ from engine.placing.policy import LRU
 from engine.running import long_misses
 from engine.running.crowd import Crowd
 from engine.running.long_misses import LongMisses
+from engine.running.several_misses import SeveralMisses
 
 SPARE_CORES = 1  # at least, for the thread that launches steps
 AUTO_SPARE_CORES = 2  # and for the server, whose clients read what comes while threads look for work
@@ -52,15 +54,16 @@ _log = logging.getLogger(__name__)
 class CpuMisses:
     """Who has the CPU compute a part of what misses in steps of one token. costs: that were measured; found: the cores.
 
-    cpu: whose threads are started. n_layers: that may hand something over. long: what steps of more tokens offer; None:
-    nothing. `begin` before each such step, `look` behind it, `check` before a token of it counts.
+    cpu: whose threads are started. n_layers: that may hand something over. several: what steps of 2 to 32 tokens hand
+    over; long: what longer ones offer; None: nothing. `begin` before each such step, `look` behind it, `check` before a
+    token of it counts.
     """
 
     def __init__(
         self, cpu: CpuExperts, costs: Costs, found: Cores, n_used: int, n_layers: int = 0,
-        long: LongMisses | None = None,
+        long: LongMisses | None = None, several: SeveralMisses | None = None,
     ) -> None:  # fmt: skip
-        self.cpu, self.found, self.long = cpu, found, long
+        self.cpu, self.found, self.long, self.several = cpu, found, long, several
         self.crowd = Crowd(cpu.pool, Quota())
         self._is_crowded = False  # the gate is off for that
         self.gate = MissGate(costs, n_used, n_layers)
@@ -88,6 +91,11 @@ class CpuMisses:
         """Such a step is about to be enqueued: threads are awake for it."""
         if self.is_on:
             self.cpu.pool.wake()
+
+    def begin_several(self) -> None:
+        """The same of a step of 2 to 32 tokens."""
+        if self.several is not None:
+            self.several.begin(self.crowd.why(time.monotonic()) if self.several.is_on else "")
 
     def begin_long(self, n_tokens: int) -> None:
         """The same of a step of so many tokens."""
@@ -135,17 +143,20 @@ class CpuMisses:
     def stats(self) -> dict[str, Any]:
         """Counters since the start: whole and divided experts of the CPU, jobs taken back, seconds layers waited.
 
-        What the CPU computed of long steps is among it, and apart with what was taken back there, which is no fault.
+        What the CPU computed of steps of several tokens and of long ones is among it, and apart with what was taken
+        back there, which is no fault in a long one.
         """
         found, long = self.cpu.tally.total, LongTally() if self.long is None else self.long.jobs.tally
+        several = LongTally() if self.several is None else self.several.jobs.tally
         return {
             "state": self.gate.state,
             "why": self.gate.why,
-            "computed": found.done + long.done,
+            "computed": found.done + several.done + long.done,
             "divided": found.divided,
             "taken_back": found.taken,
-            "waited_s": round((found.waited_us + long.waited_us) / 1e6, 6),
+            "waited_s": round((found.waited_us + several.waited_us + long.waited_us) / 1e6, 6),
             **self._division(),
+            "several": None if self.several is None else self.several.stats(),
             "long": None if self.long is None else self.long.stats(),
         }
 
@@ -189,8 +200,9 @@ def share(
     assert isinstance(ws, Workspace) and isinstance(tier, PageLockedTier) and gpu is not None
     cpu = CpuExperts(gpu, limits, banks_of(residency, block))
     jobs = long_misses.made(gpu, limits, cpu)
+    handing = SeveralJobs(gpu, limits, cpu) if limits.max_tokens > 1 else None
     try:
-        cpu.start(found.cpus, SPIN_US, NAP_US, 1 if jobs is None else MAX_TOKENS)
+        cpu.start(found.cpus, SPIN_US, NAP_US, 1 if limits.max_tokens == 1 else MAX_TOKENS)
     except CapacityError as error:
         if options.cpu_experts != "auto":
             raise
@@ -205,11 +217,13 @@ def share(
         cpu.close()
         return None, ("experts on the CPU: none, its threads do not answer in time",)
     long = None if jobs is None else LongMisses(jobs, costs.pcie_us)
-    made = CpuMisses(cpu, costs, found, limits.n_expert_used, len(residency.banks), long)
-    if not made.is_on and long is None:
+    n_layers = len(residency.banks)
+    several = None if handing is None else SeveralMisses(handing, costs, n_layers)
+    made = CpuMisses(cpu, costs, found, limits.n_expert_used, n_layers, long, several)
+    if not made.is_on and long is None and (several is None or not several.is_on):
         made.close()
         return None, (f"experts on the CPU: none, {made.gate.why}",)
-    ws.share_misses(cpu)
+    ws.share_misses(cpu)  # several tokens' steps say so each (Steps.handing)
     ws.offer_misses(jobs)
     if not made.is_on:
         return made, (f"experts on the CPU: {found.why}; of steps of one token none, {made.gate.why}",)
@@ -308,11 +322,12 @@ def _timed(cpu: CpuExperts, turns: Turns, n: int, n_rows: int = 0) -> float | No
 
 def count(
     device: Device, limits: Limits, residency: Residency, block: Block | None
-) -> tuple[CpuExperts, LongJobs | None] | None:
+) -> tuple[CpuExperts, SeveralJobs | None, LongJobs | None] | None:
     """What `share` allocates, for the memory plan; None where it refuses the model's types."""
     try:
         cpu = CpuExperts(device, limits, banks_of(residency, block))
     except ValueError:
         return None
     HandOver(device, limits, cpu)
-    return cpu, long_misses.made(device, limits, cpu)
+    several = SeveralJobs(device, limits, cpu) if limits.max_tokens > 1 else None
+    return cpu, several, long_misses.made(device, limits, cpu)

@@ -6,8 +6,9 @@ Several sequences can share a step. Where the device has graphs, steps of GRAPH_
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 from collections.abc import Sequence as Many
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -202,13 +203,14 @@ class Steps:
         else:
             if width == 1:
                 self.beside()
-            self.begin(width, step.short is not None and step.short.n == width)
-            fed = self.forward.feed(step)
-            self._bring_drawn(spans, fed)
-            try:
-                buffers = self.forward.run(fed, self.residency)
-            finally:
-                self.forward.join()
+            with self.handing(width):
+                self.begin(width, step.short is not None and step.short.n == width)
+                fed = self.forward.feed(step)
+                self._bring_drawn(spans, fed)
+                try:
+                    buffers = self.forward.run(fed, self.residency)
+                finally:
+                    self.forward.join()
             if width == 1:
                 self.look()
             result = StepResult(self._device, buffers, check=self.check)
@@ -248,7 +250,8 @@ class Steps:
             self.forward.run(step, self.residency)
 
         beside = self.beside(tries=True) if T == 1 else ()
-        graph = self.graphs.get((T, apart, decoded, recalls, *beside), work)
+        with self.handing(T) as hands:
+            graph = self.graphs.get((T, apart, decoded, recalls, hands, *beside), work)
         self.begin(T)  # right before it: who is awake for the step does not stay so while one is captured
         graph.launch()
         if T == 1:
@@ -269,13 +272,34 @@ class Steps:
         ws.guess_misses(None if guesses is None else guesses.landing, with_guesses)
         return with_jobs, with_guesses
 
+    @contextmanager
+    def handing(self, T: int) -> Iterator[bool]:
+        """Whether the next step, of T tokens, hands over a part of what misses; what is enqueued within does the same.
+
+        Of 2 to 32 tokens; `beside` has those of one.
+        """
+        several = None if self.misses is None else self.misses.several
+        if several is None or not several.takes(T):
+            yield False
+            return
+        ws = self.forward.ws
+        assert isinstance(ws, Workspace)
+        self.check()
+        ws.hand_misses(several.jobs)
+        try:
+            yield True
+        finally:
+            ws.hand_misses(None)
+
     def begin(self, T: int, is_short: bool = False) -> None:
-        """A step of T tokens is about to be enqueued; of one token: as `beside` said.
+        """A step of T tokens is about to be enqueued; of up to 32: as `beside` or `handing` said.
 
         is_short: it is a long one whose rows are all short.
         """
         if T == 1 and self.misses is not None:
             self.misses.begin()
+        elif T <= SMALL_TOKENS and self.misses is not None:
+            self.misses.begin_several()
         elif is_short and self.misses is not None:
             self.misses.begin_long(T)
 

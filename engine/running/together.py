@@ -127,7 +127,8 @@ class Together:
                 self._drawer.count_left_out(self._width)
             self._draw()
 
-        return self._steps.captured(("together", self._width, self._greedy, recalls), work)
+        with self._steps.handing(self._width) as hands:
+            return self._steps.captured(("together", self._width, self._greedy, recalls, hands), work)
 
     def _draw(self) -> None:
         f, i = self._forward, self._forward.inputs
@@ -154,6 +155,7 @@ class Together:
             graph = self._captured(recalls)
             if self._reading is not None and recalls:
                 self._reading.captured()
+            self._steps.begin(self._width)
             graph.launch()
             self._describe()
             self._drawn += 1
@@ -184,6 +186,7 @@ class Together:
                 continue
             reply, news = row.reply, row.sampler.poll(row.accepted)
             if news.tokens:
+                self._steps.check()
                 row.accepted += len(news.tokens)
                 reply.history.extend(news.tokens)
                 reply.unsent += map(Drawn, news.tokens, news.likelihoods or itertools.repeat(None))

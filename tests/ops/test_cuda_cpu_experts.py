@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from gguf import GGMLQuantizationType as QType
 
-from engine.ops import Experts, Fetches, Gating, reference
+from engine.ops import I32, Experts, Fetches, Gating, reference
 from engine.ops.cuda import ops
 from engine.ops.cuda.cpu_experts import CpuExperts, bank_of, first_share, overlapping
 from engine.placing import policy
@@ -81,7 +81,8 @@ class Layer:
         yield made
         made.close()
 
-    def step(self, T: int = 1, division: Table = ALL, shared: Any = None, compare: bool = True) -> None:
+    def step(self, T: int = 1, division: Table = ALL, shared: Any = None, compare: bool = True) -> I32:
+        """One, compared with the twin; what it chose."""
         device, rng, D = self.device, self.rng, self.bank.D
         logits = rng.standard_normal((T, E)).astype(np.float32)
         h, x = normal(T, D, seed=int(rng.integers(1 << 30))), normal(T, D, seed=5)
@@ -111,6 +112,20 @@ class Layer:
             self.jobs, self.divided = self.jobs + min(n, free) + is_divided, self.divided + is_divided
             self.parts[missing][0] += min(n, free) + is_divided > 0
             self.parts[missing][1] += min(n, free) + is_divided
+        return want
+
+    def idle(self, T: int) -> None:
+        """A step that nothing is to come of."""
+        device, bank = self.device, self.experts(self.state)
+        experts, weights = device.empty((T, A), np.int32), device.empty((T, A), np.float32)
+        fetches = Fetches(device.empty((E, 3), np.int32), device.empty(1, np.int32))
+        ops.route(
+            self.ws, device.upload(np.zeros((T, E), np.float32)), Gating(), self.state, bank,
+            device.upload(np.ones(T, np.uint8)), policy.DEFAULT, experts, weights, fetches,
+        )  # fmt: skip
+        h, x = (device.upload(normal(T, self.bank.D, seed=i)) for i in (3, 4))
+        ops.expert_ffn(self.ws, h, experts, weights, bank, fetches, x)
+        assert_same_state(device, self.state, self.host)
 
 
 @pytest.mark.parametrize("percent", [10, 30, 60])

@@ -203,7 +203,7 @@ def test_tokens_do_not_say_who_computed_which_rows(model: Path, monkeypatch: pyt
 @on_the_device
 @pytest.mark.slow
 def test_requests_that_share_steps_and_ones_alone(model: Path) -> None:
-    """Steps of several tokens hand nothing over; with one thread, bound to a core that is there."""
+    """With one thread, bound to a core that is there."""
     requests = [Generate(i, tuple(PROMPT[:n].tolist()), N_TOKENS - i, SAMPLED, ()) for i, n in enumerate((9, 20, 15))]
     told = []
     for cpu in ("off", "1"):

@@ -29,6 +29,7 @@ from engine.ops.cuda.products import (
     shared_input_bytes,
     stage_bytes,
 )
+from engine.ops.cuda.several_jobs import SeveralJobs
 
 Norm = tuple[Array, float]  # weight [D] and epsilon
 Z_ROWS = 32  # rows of gate and up whose results one block quantizes
@@ -70,7 +71,8 @@ class SmallExperts:
         self._row_scale = device.empty((SMALL_TOKENS,), np.float32)
         self._y = device.empty((n_pairs * limits.n_embd,), np.float32)
         self.cpu: CpuExperts | None = None  # of a step of one token
-        self.landing: Landing | None = None  # the same
+        self.several: SeveralJobs | None = None  # of a step of more
+        self.landing: Landing | None = None  # of a step of one token
 
     def __call__(
         self,
@@ -147,6 +149,9 @@ class SmallExperts:
         if self.cpu is not None and T == 1:
             defines = (*defines, ("JOBS", "1"))
             args += [self.cpu.words, self.cpu.number_of(bank)]
+        if self.several is not None and T > 1:
+            defines = (*defines, ("JOBS", "2"))
+            args += [*self.several.of_experts, self.several.cpu.number_of(bank)]
         if self.landing is not None and T == 1:
             defines = (*defines, ("GUESSES", "1"))
             args += self.landing.units_of(bank)
@@ -184,7 +189,7 @@ class SmallExperts:
         stages = _stages(self.device, n_warps * stage, n_warps * each + grids, DOWN_ROWS // 4)
         makes_norm = then is not None and T > 1 and beside is None and D % 32 == 0
         makes_norm &= self.device.max_shared_bytes >= 8 * D
-        if T <= FOUND_TOKENS and stages and not makes_norm:
+        if T <= FOUND_TOKENS and stages and not makes_norm and (T == 1 or self.several is None):
             defines = _defines(("DOWN", qtype), COLS=F, STAGES=stages, TOKENS=1, USED=A)
             if T > 1:
                 defines = (*defines, ("FOUND", "1"))
@@ -203,13 +208,14 @@ class SmallExperts:
         stage = stage_bytes(rows, row)
         shared_bytes = warps * (_z_bytes(F, qtype in FLOAT_TYPES) + stages * stage)
         blocks = _at_once(self.device, shared_bytes + grids, "down_several")
-        module = Module(
-            "several.cu", _defines(("DOWN", qtype), COLS=F, ROWS=rows, STAGES=stages, WARPS=warps, PER_SM=blocks)
-        )
+        defines = _defines(("DOWN", qtype), COLS=F, ROWS=rows, STAGES=stages, WARPS=warps, PER_SM=blocks)
+        args = [*active, D, *_rows(z), self._y, stage]
+        if self.several is not None and T > 1:
+            defines = (*defines, ("JOBS", "2"))
+            args += self.several.of_experts
         grid = (-(-D // (rows * stages * warps)), n_records)
-        self.device.kernel(module, "down_several")(
-            grid, warps * WARP, [*active, D, *_rows(z), self._y, stage], shared_bytes, overlap=True
-        )
+        kernel = self.device.kernel(Module("several.cu", defines), "down_several")
+        kernel(grid, warps * WARP, args, shared_bytes, overlap=True)
         return self._fold(weights, x, add, beside, scale, z, then if makes_norm else None)
 
     def _fold(

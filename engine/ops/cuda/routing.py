@@ -19,6 +19,7 @@ from engine.ops import SMALL_TOKENS, Experts, Fetches, Gating, Limits
 from engine.ops.cuda.cpu_experts import CpuExperts
 from engine.ops.cuda.device import Argument, Array, Device, Module
 from engine.ops.cuda.landing import Landing
+from engine.ops.cuda.several_jobs import SeveralJobs
 from engine.placing import policy
 
 MAX_EXPERTS = 512
@@ -67,6 +68,7 @@ class Routing:
         self.source = device.empty((E, 3), np.uint64)
         self._bypass = (np.uint64(0), *map(np.int64, (0, 0, 0)), 0)
         self.cpu: CpuExperts | None = None  # of a step of one token
+        self.several: SeveralJobs | None = None  # of a step of more
         self.landing: Landing | None = None  # the same
         self.with_guesses = False  # else steps are only timed by it
 
@@ -115,6 +117,9 @@ class Routing:
         if self.cpu is not None and T == 1:
             module = Module(module.file, (*module.defines, ("JOBS", "1")))
             more = (self.cpu.division, self.cpu.words)
+        if self.several is not None and T > 1:
+            module = Module(module.file, (*module.defines, ("JOBS", "2")))
+            more = self.several.of_routing
         if self.landing is not None and T == 1 and (self.with_guesses or self.landing.times(state, layer)):
             module = Module(module.file, (*module.defines, ("GUESSES", "1")))
             more = (*more, *self.landing.ends(state, layer, self.with_guesses))

@@ -26,6 +26,7 @@ from engine.ops.cuda.long_jobs import LongJobs
 from engine.ops.cuda.products import Products, Quantized, QuantizedScratch
 from engine.ops.cuda.replay import Replay
 from engine.ops.cuda.routing import Routing, Staging
+from engine.ops.cuda.several_jobs import SeveralJobs
 from engine.ops.cuda.short import ShortExperts
 from engine.ops.cuda.views import Views
 
@@ -121,6 +122,13 @@ class Workspace:
     def share_misses(self, cpu: CpuExperts | None) -> None:
         """Have the CPU compute what `cpu` divides of one token's missing experts; None: no longer. Before a capture."""
         self.routing.cpu = self.small_experts.cpu = cpu
+
+    def hand_misses(self, jobs: SeveralJobs | None) -> None:
+        """Have the CPU compute what `jobs` divides of the missing experts of a step of 2 to 32 tokens; None: no longer.
+
+        Before a capture.
+        """
+        self.routing.several = self.small_experts.several = jobs
 
     def offer_misses(self, jobs: LongJobs | None) -> None:
         """Have the CPU compute some of what long steps miss, where `jobs` is on; None: no longer."""

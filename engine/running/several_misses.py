@@ -1,0 +1,98 @@
+"""Missed experts of steps of 2 to 32 tokens that the CPU computes beside a GPU: how many, whether any, who is awake.
+
+Part of engine/running/misses.py, which makes the threads. Nothing here waits for the GPU between steps.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import replace
+from typing import Any
+
+from engine.ops.cuda.several_jobs import SeveralJobs
+from engine.ops.jobs import MAX_RECORDS
+from engine.placing.division import Costs, divide
+from engine.placing.long_misses import LongGate, LongTally
+from engine.placing.misses import IDLE_STEPS, IDLE_TIMES, LAYER_US, LEAST_GAIN, RETRY_S
+
+AWAKE_S = 0.05  # that threads look for work behind such a step: it may take that long, where much misses
+WINDOW_JOBS = 256  # after which what came of them is looked at: some steps
+GAIN = 0.5  # of what PCIe takes for an expert, as a rule, where the CPU computes it: the other side works meanwhile
+
+_log = logging.getLogger(__name__)
+
+
+class SeveralMisses:
+    """Steps of several tokens that hand over a part of what misses. costs: that were measured, of one token's experts.
+
+    n_layers: that may hand something over. is_on: whether the next step hands anything over. `begin` before each such
+    step says so for the one behind it.
+    """
+
+    def __init__(self, jobs: SeveralJobs, costs: Costs, n_layers: int) -> None:
+        self.jobs = jobs
+        self.gate = LongGate(costs.pcie_us, WINDOW_JOBS, "in time")
+        self.table = divided(costs)
+        self.is_on = any(self.table)
+        self._gain_us, self._least_us = GAIN * costs.pcie_us, LAYER_US * n_layers * IDLE_STEPS
+        self._crowded_until_s = 0.0
+        self._is_idle, self._steps, self._idle_from = False, 0, LongTally()
+        jobs.divide(self.table)
+
+    def takes(self, n_tokens: int) -> bool:
+        """Whether a step of so many tokens hands something over now."""
+        return self.is_on and self.jobs.takes(n_tokens)
+
+    def begin(self, crowd: str = "") -> None:
+        """Such a step is about to be enqueued: threads are awake for it, if it has jobs. crowd: who has their cores."""
+        if not any(self.table):
+            return
+        now_s = time.monotonic()
+        if crowd and self.is_on:
+            self._crowded_until_s = now_s + RETRY_S[0]
+            _log.warning("experts of shared steps on the CPU are off: %s", crowd, extra={"reason": "cpu_experts"})
+        if self.gate.look(self.jobs.tally, now_s):
+            if self.gate.state == "on":
+                _log.info("experts of shared steps on the CPU are tried again")
+            else:
+                said = "experts of shared steps on the CPU are %s: %s"
+                _log.warning(said, self.gate.state, self.gate.why, extra={"reason": "cpu_experts"})
+        if self.is_on:
+            self.jobs.cpu.pool.wake(AWAKE_S)
+        self._look_idle()
+        self.is_on = self.gate.state == "on" and not self._is_idle and now_s >= self._crowded_until_s
+
+    def _look_idle(self) -> None:
+        """Be idle for a while where hardly anything is handed over: kernels that may hand over take longer."""
+        self._steps += 1
+        if self._is_idle:
+            if self._steps < IDLE_TIMES * IDLE_STEPS:
+                return
+            self._is_idle = False
+        elif self._steps < IDLE_STEPS:
+            return
+        else:
+            new = self.jobs.tally.since(self._idle_from)
+            self._is_idle = self.is_on and new.done * self._gain_us - new.waited_us < self._least_us
+        self._steps, self._idle_from = 0, self.jobs.tally
+
+    def stats(self) -> dict[str, Any]:
+        """Counters since the start."""
+        tally, state = self.jobs.tally, self.gate.state
+        return {
+            "state": "idle" if state == "on" and self._is_idle else state,
+            "why": self.gate.why,
+            "layers": tally.layers,
+            "computed": tally.done,
+            "taken_back": tally.taken,
+            "waited_s": round(tally.waited_us / 1e6, 6),
+        }
+
+
+def divided(costs: Costs) -> tuple[int, ...]:
+    """Of 0, 1, ... misses of a layer, as many as the ring has records, how many are the CPU's: whole experts."""
+    whole = replace(costs, n_ff=0)
+    found = [divide(n, whole) for n in range(MAX_RECORDS + 1)]
+    most_us = (1.0 - LEAST_GAIN) * costs.pcie_us  # what gains too little is left to PCIe: costs are estimates
+    return tuple(d.experts if d.us <= n * most_us else 0 for n, d in enumerate(found))
