@@ -18,6 +18,11 @@ from engine.placing.misses import IDLE_STEPS, IDLE_TIMES, LAYER_US, LEAST_GAIN, 
 
 AWAKE_S = 0.05  # that threads look for work behind such a step: it may take that long, where much misses
 WINDOW_JOBS = 256  # after which what came of them is looked at: some steps
+# After a window, and so many steps, of which some are under way when the table changes, the CPU gets more where layers
+# waited for its answers for less than that part of what PCIe takes for an expert, and less where they waited for longer
+# than the other; by so much, within so much of what was measured.
+FOLLOW_STEPS, SHORT_WAIT, LONG_WAIT = 8, 0.1, 0.5
+FASTER, SLOWER, MOST_DRIFT = 0.95, 1.1, 3.0
 GAIN = 0.5  # of what PCIe takes for an expert, as a rule, where the CPU computes it: the other side works meanwhile
 
 _log = logging.getLogger(__name__)
@@ -33,11 +38,12 @@ class SeveralMisses:
     def __init__(self, jobs: SeveralJobs, costs: Costs, n_layers: int) -> None:
         self.jobs = jobs
         self.gate = LongGate(costs.pcie_us, WINDOW_JOBS, "in time")
-        self.table = divided(costs)
+        self.table, self._costs, self._rate = divided(costs), costs, 1.0
         self.is_on = any(self.table)
         self._gain_us, self._least_us = GAIN * costs.pcie_us, LAYER_US * n_layers * IDLE_STEPS
         self._crowded_until_s = 0.0
         self._is_idle, self._steps, self._idle_from = False, 0, LongTally()
+        self._followed, self._followed_steps = LongTally(), 0
         jobs.divide(self.table)
 
     def takes(self, n_tokens: int) -> bool:
@@ -60,8 +66,27 @@ class SeveralMisses:
                 _log.warning(said, self.gate.state, self.gate.why, extra={"reason": "cpu_experts"})
         if self.is_on:
             self.jobs.cpu.pool.wake(AWAKE_S)
+        self._follow()
         self._look_idle()
         self.is_on = self.gate.state == "on" and not self._is_idle and now_s >= self._crowded_until_s
+
+    def _follow(self) -> None:
+        """Let the table follow what layers waited: experts were measured one token's, a few at once, on idle cores."""
+        self._followed_steps += 1
+        new = self.jobs.tally.since(self._followed)
+        if self._followed_steps < FOLLOW_STEPS or new.done + new.taken < WINDOW_JOBS:
+            return
+        self._followed, self._followed_steps = self.jobs.tally, 0
+        wait = new.waited_us / max(1, new.layers) / self._costs.pcie_us
+        change = SLOWER if wait > LONG_WAIT or new.taken > new.done else FASTER if wait < SHORT_WAIT else 1.0
+        rate = min(max(self._rate * change, 1 / MOST_DRIFT), MOST_DRIFT)
+        if rate == self._rate:
+            return
+        self._rate = rate
+        table = divided(replace(self._costs, cpu_us=tuple(us * rate for us in self._costs.cpu_us)))
+        if any(table) and table != self.table:  # what loses altogether is the gate's
+            self.table = table
+            self.jobs.divide(table)
 
     def _look_idle(self) -> None:
         """Be idle for a while where hardly anything is handed over: kernels that may hand over take longer."""

@@ -18,7 +18,7 @@ from engine.placing.division import Costs
 from engine.placing.long_misses import LongTally
 from engine.placing.misses import IDLE_STEPS, IDLE_TIMES, RETRY_S
 from engine.running import misses, several_misses
-from engine.running.several_misses import WINDOW_JOBS, SeveralMisses, divided
+from engine.running.several_misses import FOLLOW_STEPS, WINDOW_JOBS, SeveralMisses, divided
 from engine.serving.scheduler import Engine
 from tests.engine_runs import PROMPT, config
 from tests.running.test_cuda_misses import COSTS, SAMPLED, pool_of, were_planned
@@ -158,6 +158,25 @@ def test_the_table_ends_both_sides_together() -> None:
     assert len(table) == MAX_RECORDS + 1 and table[0] == 0 and all(n <= m for m, n in enumerate(table))
     assert list(table) == sorted(table) and 0.5 <= table[40] / 40 <= 0.6
     assert not any(divided(Costs(30, (2000, 4000, 6000), 5)))
+
+
+def test_the_table_follows_what_layers_wait() -> None:
+    jobs: Any = Said()
+    several = SeveralMisses(jobs, WORTH_IT, n_layers=2)
+    shares = []
+    for waited_us in (0.0, 0.0, 0.0, 20.0, *[60.0] * 5):  # of a layer with a window of jobs
+        jobs.went(WINDOW_JOBS, waited_us)
+        for _ in range(FOLLOW_STEPS):
+            several.begin()
+        assert several.is_on and jobs.table == several.table
+        shares.append(jobs.table[40])
+    more, as_before, less = shares[:3], shares[3], shares[4:]
+    assert divided(WORTH_IT)[40] <= more[0] < more[2] == as_before and more == sorted(more)
+    assert less == sorted(less, reverse=True) and less[-1] < divided(WORTH_IT)[40]
+    for _ in range(100 * FOLLOW_STEPS):
+        jobs.went(WINDOW_JOBS, 0.0)
+        several.begin()
+    assert several._rate == pytest.approx(1 / 3)
 
 
 def test_it_is_idle_where_hardly_anything_is_handed_over(monkeypatch: pytest.MonkeyPatch) -> None:
