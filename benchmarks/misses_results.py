@@ -1,6 +1,6 @@
 """What was measured of misses that the CPU computes or that were guessed, as tables (benchmarks/render.py).
 
-By decode.py, prefill.py, never_below.py and predictions.py.
+By decode.py, batched_misses.py, prefill.py, never_below.py and predictions.py.
 """
 
 from __future__ import annotations
@@ -17,6 +17,11 @@ from the fault on, {rate:g}% of active experts missed where the case does not sa
 reply. *Of PCIe alone*: medians, and the least and the largest of a pair. Promised is {least:g}; below it: {below}.
 The daemon said: {said}. The first reply of a kind, whose steps are captured, takes up to {once:.0f} ms more, once a
 start."""
+
+SHARED = """\
+Steps that requests share, {resident:g}% of the experts resident, misses imposed on each row. *The line*: the step
+without misses, and the bytes of distinct missed experts at {rate:g} GB/s. *Faster*: over PCIe by with the CPU. The
+table of what the CPU gets follows what layers wait, so the first steps of a start have less of it."""
 
 
 def is_plain(row: Json) -> bool:
@@ -66,6 +71,31 @@ def _said(settings: Json | list[str] | None) -> str:
         f"{len(settings['cpus'])} threads; an expert takes {settings['pcie_us']:.0f} us over PCIe, 1 to "
         f"{len(settings['cpu_us'])} take {times} us on the CPU, a hand-over {settings['handover_us']:.0f} us"
     )
+
+
+def shared_steps(name: str, made: Json) -> list[str]:
+    """Rows of batched_misses.py, those over PCIe alone beside those with experts on the CPU."""
+    plain, others = ([r for r in made["rows"] if (r["cpu_experts"] == "off") == is_off] for is_off in (True, False))
+    beside = {(r["requests"], r["asked_miss_pct"]): r for r in others}
+    rows = []
+    for row in plain:
+        other = beside.get((row["requests"], row["asked_miss_pct"]))
+        jobs = ["", "", ""]
+        if other is not None:
+            gain = row["ms_per_step"]["median"] / other["ms_per_step"]["median"]
+            jobs = [spread(other["ms_per_step"], 2), f"{gain:.2f}", f"{other.get('computed', 0):,}"]
+            jobs[2] += f" ({other['taken_back']:,} taken back)" if other.get("taken_back") else ""
+        rows.append([
+            f"{row['requests']} at once, {row['asked_miss_pct']:g}%", spread(row["ms_per_step"], 2),
+            f"{row['ratio']:.2f}", *jobs,
+        ])  # fmt: skip
+    found = [
+        f"`--cpu-experts {cpu}`: {_said(settings['cpu_experts'] or settings['reasons'])}"
+        for cpu, settings in made["settings"].items() if cpu != "off"
+    ]  # fmt: skip
+    text = SHARED.format(resident=made["residency_pct"], rate=made["pcie_gb_per_s"])
+    columns = ["missed", "over PCIe, ms a step", "of the line", "with the CPU, ms", "faster", "experts by the CPU"]
+    return ["## Misses of shared steps", "", *origin(name, made), text, *found, "", *table(columns, rows)]
 
 
 def turns(made: Json) -> list[str]:
@@ -158,6 +188,7 @@ def _said_of(row: Json) -> list[str]:
 
 
 SECTIONS = {
+    "batched_misses.json": shared_steps,
     "never_below.json": never_below,
     **{f"predictions{model}.json": predictions for model in ("", "-laguna")},
 }

@@ -75,6 +75,11 @@ MEASUREMENTS = (
     Measurement("cuda_types", "cuda_kernels.py --parts types", 120),
     Measurement("compile_kernels", "compile_kernels.py", 60),
     Measurement("batched-16", "batched.py Q4_K_M.gguf --tokens 512 --rounds 2 --requests 1,2,4,8,16", 60),
+    Measurement(
+        "batched_misses",
+        "batched_misses.py Q4_K_M.gguf --rates 0,5,20 --tokens 384 --runs 2 --cpu-experts off,auto",
+        280,
+    ),
     Measurement("first_token", "first_token.py Q4_K_M.gguf --device cuda --ctx 40000 --vram-gib 45", 120),
     Measurement("draft_speed-rates", "draft_speed.py Q4_K_M.gguf --parts rates --depths 512,32000 --runs 3", 90),
     Measurement("draft_speed-repeat", "draft_speed.py Q4_K_M.gguf --parts rates --repeat 0.43 --runs 2", 45),

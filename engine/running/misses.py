@@ -143,8 +143,8 @@ class CpuMisses:
     def stats(self) -> dict[str, Any]:
         """Counters since the start: whole and divided experts of the CPU, jobs taken back, seconds layers waited.
 
-        What the CPU computed of steps of several tokens and of long ones is among it, and apart with what was taken
-        back there, which is no fault in a long one.
+        Those of steps of several tokens are among it, and apart; so is what the CPU computed of long ones, whose jobs
+        that were taken back are no fault.
         """
         found, long = self.cpu.tally.total, LongTally() if self.long is None else self.long.jobs.tally
         several = LongTally() if self.several is None else self.several.jobs.tally
@@ -153,7 +153,7 @@ class CpuMisses:
             "why": self.gate.why,
             "computed": found.done + several.done + long.done,
             "divided": found.divided,
-            "taken_back": found.taken,
+            "taken_back": found.taken + several.taken,
             "waited_s": round((found.waited_us + several.waited_us + long.waited_us) / 1e6, 6),
             **self._division(),
             "several": None if self.several is None else self.several.stats(),

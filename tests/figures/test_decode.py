@@ -51,3 +51,19 @@ def test_both_curves_are_one_table() -> None:
     assert "0.850, 1,200 to the CPU, 2,100 divided (3 taken back) |" in text
     none = {"curve": curve, "cpu_experts": {"auto": ["device cuda", "experts on the CPU: none, they are busy"]}}
     assert "auto`: experts on the CPU: none, they are busy" in "\n".join(misses_results.on_cpu(none))
+
+
+def test_shared_steps_with_the_cpu_lie_beside_those_without() -> None:
+    def row(n: int, pct: float, cpu: str, ms: float, **jobs: int) -> dict[str, Any]:
+        times = {"median": ms, "min": ms - 0.1, "max": ms + 0.2, "n": 2}
+        return {"requests": n, "asked_miss_pct": pct, "cpu_experts": cpu, "ms_per_step": times, "ratio": 0.97, **jobs}
+
+    settings = {"off": {"cpu_experts": None, "reasons": []}, "auto": {"cpu_experts": None, "reasons": ["nothing"]}}
+    made = {
+        "rows": [row(2, 5, "off", 4.2), row(3, 5, "off", 6.0), row(2, 5, "auto", 3.5, computed=1200, taken_back=7)],
+        "settings": settings, "residency_pct": 60.0, "pcie_gb_per_s": 51.4, "command": "c", "commit": "0123456",
+        "host": {"cpu": "a", "gpu": "b"}, "versions": {}, "created": "2026-11-28",
+    }  # fmt: skip
+    text = "\n".join(misses_results.shared_steps("batched_misses.json", made))
+    assert "| 2 at once, 5% | 4.20 (4.10 to 4.40) | 0.97 | 3.50 (3.40 to 3.70) | 1.20 | 1,200 (7 taken back) |" in text
+    assert "| 3 at once, 5% | 6.00 (5.90 to 6.20) | 0.97 |  |  |  |" in text
