@@ -29,6 +29,7 @@ from engine.running.source import Source
 
 HOST_CHUNK_TOKENS = 512
 GRAPH_BYTES = 64 << 20  # what captured steps take of the device; see docs/cuda.md
+OTHER_GRAPH_BYTES = 32 << 20  # and those without experts on the CPU, beside those with them
 Progress = Callable[[Stage, int, int], None]  # a stage, how much of it is done, of how much
 
 
@@ -116,7 +117,8 @@ def _of_gpu(
     for module, name in first.kernels:
         device.kernel(module, name)
     free, _ = device.memory_bytes()
-    decision = sharing.decide(cap_bytes=cap, context_bytes=before - free + GRAPH_BYTES)
+    graph_bytes = GRAPH_BYTES + (OTHER_GRAPH_BYTES if options.cpu_experts != "off" else 0)
+    decision = sharing.decide(cap_bytes=cap, context_bytes=before - free + graph_bytes)
     if decision.plan.device_bytes - (before - free) > free:
         raise CapacityError(
             f"the plan takes {decision.plan.device_bytes / plan.GIB:.2f} GiB of the GPU, of which "
