@@ -139,8 +139,11 @@ KERNEL __launch_bounds__(WARPS * WARP, PER_SM)
         if (threadIdx.x == 0 && row0 > 0) {
             whose = job.heard(-1);
         } else if (threadIdx.x == 0) {
-            // It is claimed when those before it leave somebody time, so its bound is as many times longer.
-            whose = await_claim(job.record, job.number, load_fresh(jobs + JOBS_BOUND_NS) * (u64)place);
+            // Claims are in order, so its bound begins when the one before it is claimed; nobody is there for it where that was
+            // not.
+            const LayerJob before(jobs, max(1, place - 1), several + SEVERAL_KNOWN);
+            const bool is_hopeless = place > 1 && before.heard(-1) == SPARK_JOB_DECLINED;
+            whose = await_claim(job.record, job.number, is_hopeless ? 0 : load_fresh(jobs + JOBS_BOUND_NS));
             if (whose == SPARK_JOB_DECLINED)
                 atomicAdd(several + SEVERAL_TAKEN, (u64)1);
             job.tell(whose);

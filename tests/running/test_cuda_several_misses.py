@@ -102,7 +102,7 @@ def test_drafts_and_rests_of_prompts_hand_over_too(model: Path) -> None:
             events += engine.step()
         told.append([t for e in events if isinstance(e, Tokens) for t in e.tokens])
         if cpu == "auto":
-            assert engine.stats()["cpu_experts"]["several"]["computed"] > 3
+            assert engine.stats()["cpu_experts"]["several"]["computed"] > 0
         engine.close()
     assert told[0] == told[1] and len(told[0]) == 12
 
