@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import json
 import logging
 import socket
@@ -345,11 +346,18 @@ def test_too_many_requests(fast: Running, monkeypatch: pytest.MonkeyPatch) -> No
     assert response.status_code == 429 and response.json()["error"]["type"] == "rate_limit_error"
 
 
-def at_once(port: int, path: str, bodies: list[dict]) -> list[httpx.Response]:
+def at_once(port: int, path: str, bodies: list[dict], then: tuple[int, Callable[[], None]]) -> list[httpx.Response]:
+    """The answers to requests that come together. then: what is done when so many have been answered."""
+    n_first, do = then
+
     async def ask() -> list[httpx.Response]:
         limits = httpx.Limits(max_connections=len(bodies))
         async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", limits=limits, timeout=PATIENCE_S) as client:
-            return await asyncio.gather(*(client.post(path, json=made) for made in bodies))
+            asked = [asyncio.create_task(client.post(path, json=made)) for made in bodies]
+            for answered in itertools.islice(asyncio.as_completed(asked), n_first):
+                await answered
+            do()
+            return await asyncio.gather(*asked)
 
     return asyncio.run(ask())
 
@@ -357,12 +365,18 @@ def at_once(port: int, path: str, bodies: list[dict]) -> list[httpx.Response]:
 @pytest.mark.slow
 @pytest.mark.parametrize("stream", [False, True])
 def test_more_requests_at_once_than_there_are_places(stream: bool) -> None:
-    with running(fake(step_s=0.01)) as made:  # no reply ends before all have asked
-        responses = at_once(made.port, "/v1/chat/completions", [body("x" * 9, stream=stream)] * 100)
+    with running() as made:
+        daemon = psutil.Process(made.backend.client().pid)
+        daemon.suspend()  # no reply ends, and gives its place to another, before all have asked
+        try:
+            asked = [body("x" * 9, stream=stream)] * 100
+            responses = at_once(made.port, "/v1/chat/completions", asked, (36, daemon.resume))
+        finally:
+            daemon.resume()
         assert Counter(response.status_code for response in responses) == {200: 64, 429: 36}
         refused = next(response for response in responses if response.status_code == 429)
         assert refused.headers["retry-after"] and refused.json()["error"]["code"] == "rate_limit_exceeded"
-        assert replies(made) == 0
+        wait_until(lambda: replies(made) == 0)
         assert made.ask("again").status_code == 200
 
 
