@@ -10,6 +10,7 @@ from __future__ import annotations
 import bisect
 import contextlib
 import ctypes
+import fcntl
 import hashlib
 import mmap
 import os
@@ -86,6 +87,18 @@ def folder() -> Path:
     return found
 
 
+@contextlib.contextmanager
+def made_once(path: Path) -> Iterator[None]:
+    """One process at a time makes a file; who has waited may find it made."""
+    lock = path.with_name(f"{path.name}.lock")
+    with lock.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        try:
+            yield
+        finally:
+            lock.unlink(missing_ok=True)
+
+
 def compile_module(module: Module, effort: str = "-O1") -> Path:
     """The shared library of a module, from the cache in the folder for temporary files or from g++.
 
@@ -96,7 +109,9 @@ def compile_module(module: Module, effort: str = "-O1") -> Path:
     path = folder() / f"{Path(module.file).stem}-{key}.so"
     if path.exists():
         return path
-    with tempfile.TemporaryDirectory(dir=path.parent) as work:
+    with made_once(path), tempfile.TemporaryDirectory(dir=path.parent) as work:
+        if path.exists():
+            return path
         stem = Path(work) / "module"
         _run(module, ["g++", "-E", *FLAGS, f"-I{EMULATOR}", "-x", "c++", "-", "-o", f"{stem}.ii"], text)
         preprocessed = Path(f"{stem}.ii").read_text()
