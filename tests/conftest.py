@@ -31,19 +31,23 @@ settings.register_profile("same examples", settings.get_profile("shared machine"
 
 # What takes longest begins first, lest one worker ends alone with it: most seconds of either suite first.
 LONGEST = (
-    "models/test_cuda_families.py", "running/test_cuda_mtp.py", "ops/test_cuda_compile.py", "ops/test_ops.py",
-    "running/test_cuda_engine.py", "running/test_cuda_short.py", "cluster/test_ray.py",
-    "cluster/test_ray_calibrate.py", "cluster/test_ray_kills.py",
-    "cluster/test_ray_store.py", "cluster/test_ray_validate.py", "cluster/test_ray_driver_kills.py",
-    "models/test_models.py", "serving/test_drafts.py",
-    "pipeline/test_pipeline.py", "running/test_reply_options.py", "running/test_decoding.py", "running/test_kv_pool.py",
-    "memory/test_swapped_models.py", "running/test_masked.py", "running/test_inspection.py", "commands/test_cli.py",
-    "server/test_page.py", "models/test_sidecar.py", "ops/test_cuda_attention.py", "running/test_together.py",
-    "commands/test_cli_signals.py", "ops/test_cuda_products.py", "memory/test_cuda_prefix.py", "server/test_serve.py",
-    "pipeline/test_storage.py", "placing/test_plan.py", "ops/test_cuda_flash.py", "server/test_connections.py",
-    "extract/test_homes.py", "ops/test_cuda_recall.py", "commands/test_launch.py", "ops/test_cuda_long_jobs.py",
-    "models/test_nextn.py", "drafting/test_inspected.py", "serving/test_families.py", "running/test_restored.py",
-    "pipeline/test_bench.py", "text/test_forms.py", "daemon/test_client.py", "models/test_conventions.py",
+    "cluster/test_ray.py", "cluster/test_ray_calibrate.py", "cluster/test_ray_kills.py", "cluster/test_ray_store.py",
+    "cluster/test_ray_validate.py", "cluster/test_ray_driver_kills.py", "running/test_cuda_landing.py",
+    "models/test_cuda_families.py", "running/test_cuda_mtp.py", "ops/test_cuda_compile.py",
+    "running/test_cuda_recall.py", "ops/test_ops.py", "running/test_cuda_engine.py", "running/test_cuda_short.py",
+    "tests/test_install.py", "running/test_kv_pool.py", "serving/test_put_back.py", "serving/test_read_together.py",
+    "server/test_full_cache.py", "memory/test_cuda_prefix.py", "models/test_models.py", "serving/test_drafts.py",
+    "pipeline/test_pipeline.py", "running/test_reply_options.py", "running/test_decoding.py",
+    "memory/test_swapped_models.py", "running/test_masked.py", "running/test_recall.py",
+    "running/test_cuda_long_misses.py", "running/test_warm.py", "running/test_cuda_misses.py",
+    "running/test_inspection.py", "commands/test_cli.py", "commands/test_cuda_commands.py",
+    "commands/test_object_store.py", "server/test_page.py", "models/test_sidecar.py", "ops/test_cuda_attention.py",
+    "running/test_together.py", "commands/test_cli_signals.py", "ops/test_cuda_products.py", "server/test_serve.py",
+    "server/test_board.py", "commands/test_outputs.py", "pipeline/test_storage.py", "placing/test_plan.py",
+    "ops/test_cuda_flash.py", "server/test_connections.py", "extract/test_homes.py", "ops/test_cuda_recall.py",
+    "commands/test_launch.py", "ops/test_cuda_long_jobs.py", "models/test_nextn.py", "drafting/test_inspected.py",
+    "serving/test_families.py", "running/test_restored.py", "pipeline/test_bench.py", "text/test_forms.py",
+    "daemon/test_client.py", "models/test_conventions.py",
 )  # fmt: skip
 
 
@@ -77,6 +81,20 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     """What is there now stays: no collection of garbage need look at it again."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Files go to workers whole, and those of clusters to one: two that wait at a time would leave a core idle."""
+    if config.getoption("dist") != "loadfile":
+        return None
+    from xdist.scheduler import LoadFileScheduling
+
+    class OfFiles(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return "clusters" if "cluster/test_ray" in nodeid else super()._split_scope(nodeid)
+
+    return OfFiles(config, log)
 
 
 @pytest.hookimpl(optionalhook=True)
