@@ -99,6 +99,18 @@ def made_once(path: Path) -> Iterator[None]:
             lock.unlink(missing_ok=True)
 
 
+@cache
+def runtime() -> Path:
+    """The object file of runtime.cpp, which is a part of every module, and of what each launch spends its time in."""
+    path = folder() / f"runtime-{hashlib.sha256(_key_prefix()).hexdigest()[:32]}.o"
+    if not path.exists():
+        with made_once(path), tempfile.TemporaryDirectory(dir=path.parent) as work:
+            made = Path(work) / "runtime.o"
+            _run("runtime.cpp", ["g++", *FLAGS, "-O2", "-c", EMULATOR / "runtime.cpp", "-o", made])
+            made.replace(path)
+    return path
+
+
 def compile_module(module: Module, effort: str = "-O1") -> Path:
     """The shared library of a module, from the cache in the folder for temporary files or from g++.
 
@@ -123,12 +135,12 @@ def compile_module(module: Module, effort: str = "-O1") -> Path:
                 entries += f'{{"{name}", emulator::signature({name}), emulator_run_{name}, {bound or 1024}}},\n'
             file.write(f"static const emulator::Entry emulator_entries[] = {{{entries}{{}}}};\n{INTERFACE}")
         _run(module, ["g++", *FLAGS, effort, "-c", f"{stem}.ii", "-o", f"{stem}.o"])
-        _run(module, ["g++", "-shared", f"{stem}.o", "-o", f"{stem}.so"])
+        _run(module, ["g++", "-shared", f"{stem}.o", runtime(), "-o", f"{stem}.so"])
         Path(f"{stem}.so").replace(path)
     return path
 
 
-def _run(module: Module, command: list[str], text: str = "") -> None:
+def _run(module: Module | str, command: list[str | Path], text: str = "") -> None:
     done = subprocess.run(command, input=text, capture_output=True, text=True)
     if done.returncode:
         raise EmulatorError(f"{module} does not compile for the emulator:\n{done.stderr[:4000]}")
