@@ -33,6 +33,9 @@ from spark.pipeline.tokens import Window, read_tokens, tokenize, write_windows
 from spark.speech.sessions import root_of
 from tests.command_line import NANO, SAMPLES
 
+# Ray lets all else on a machine go before its workers (15): beside other tests they would starve, and deadlines pass.
+os.environ.setdefault("RAY_worker_niceness", "0")
+
 CONFIG = EngineConfig(model=NANO, device="cpu", threads=1)
 DEADLINES = Deadlines(ready_s=60, silence_s=60, total_s=120)
 STORE_BYTES = 80 << 20
