@@ -22,8 +22,8 @@ HEAD = """# Commands
 What `spark --help` and the `--help` of each command print; `python docs/make_commands.py` writes this page.
 
 Data goes to stdout, progress and messages to stderr. Exit statuses: 0; 1 a failure that is explained in one line,
-`error: ...`, with a `hint: ...` where there is one; 2 usage; 124 a deadline passed; 130 Ctrl-C; 143 SIGTERM (a server
-that obeyed it: 0).
+`error: ...`, with a `hint: ...` where there is one; 2 usage; 124 a deadline passed; 130 Ctrl-C; 141 whoever read
+the output has left; 143 SIGTERM (a server that obeyed it: 0).
 """
 
 

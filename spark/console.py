@@ -37,6 +37,13 @@ _UNITS = {
 }
 
 
+class _Console(Console):
+    """Rich's console, that leaves it to commands/ending.py what becomes of a pipe that nobody reads."""
+
+    def on_broken_pipe(self) -> None:
+        raise  # the BrokenPipeError: Rich would end the process without a word
+
+
 def write(text: str) -> None:
     """Print a text to stdout at once, with no line end of its own."""
     sys.stdout.write(text)
@@ -69,7 +76,7 @@ def progress_bars() -> Iterator[Callable[[str, int, int], None]]:
     A terminal gets a bar with rate and time left, for the last label alone; elsewhere a line comes every 30 s.
     """
     live = sys.stderr.isatty()
-    console = Console(stderr=True, force_terminal=live, markup=False, highlight=False, emoji=False)
+    console = _Console(stderr=True, force_terminal=live, markup=False, highlight=False, emoji=False)
     columns = (
         TextColumn("{task.description}", markup=False), BarColumn(20), TextColumn("{task.percentage:3.0f}%"),
         TextColumn("{task.fields[rate]}"), TextColumn("{task.fields[left]}"),
@@ -126,7 +133,7 @@ def clock(seconds: float) -> str:
 def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
     """Print a table to stdout: columns of numbers align right, what is too long for a terminal folds."""
     live = sys.stdout.isatty()
-    console = Console(
+    console = _Console(
         force_terminal=live, markup=False, highlight=False, emoji=False, soft_wrap=True, width=None if live else _WIDEST
     )
     cells = [[plain(str(cell)) for cell in row] for row in rows]

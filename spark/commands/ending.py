@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
 import platform
 import resource
+import select
 import signal
 import sys
 import tempfile
@@ -18,6 +20,8 @@ import typer
 
 from engine.ground.errors import EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_USAGE, SparkError
 from spark.console import note
+
+_UNREAD = 128 + signal.SIGPIPE  # as a shell tells that `cat` has ended because `head` did
 
 
 def _terminate(number: int, frame: FrameType | None) -> None:
@@ -65,10 +69,29 @@ def _reported(error: Exception) -> str:
     return f"please report it, with {file.name}, which has the traceback"
 
 
-def _run(app: typer.Typer) -> int:
-    """Run the command that `sys.argv` asks for; its exit status."""
+def _unread() -> list[int]:
+    """Which of stdout and stderr are pipes whose reader has left."""
+    poll = select.poll()
+    for descriptor in (1, 2):
+        poll.register(descriptor, select.POLLOUT)
+    return [descriptor for descriptor, event in poll.poll(0) if event & select.POLLERR]
+
+
+def _called(app: typer.Typer) -> int | None:
+    """Call the command that `sys.argv` asks for. Of a pipe that breaks typer makes an exit without a word."""
     try:
         status: int | None = app(standalone_mode=False)
+    except SystemExit as error:
+        if isinstance(error.__context__, BrokenPipeError) and error.code == 1:
+            raise error.__context__ from None
+        raise
+    return status
+
+
+def _run(app: typer.Typer) -> int:
+    """Run the command that `sys.argv` asks for; its exit status. Raises BrokenPipeError where nobody reads stderr."""
+    try:
+        status = _called(app)
         sys.stdout.flush()
     except SparkError as error:
         return _fail(error.message, error.hint, error.exit_code)
@@ -76,10 +99,9 @@ def _run(app: typer.Typer) -> int:
         context = getattr(error, "ctx", None)
         path = context.command_path if context else "spark"
         return _fail(_usage(error), f"{path} --help", EXIT_USAGE)
-    except BrokenPipeError:  # whoever read our output has left
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-        return EXIT_FAILURE
     except OSError as error:  # a disk that is full, a folder that is gone: where no code below had more to say
+        if isinstance(error, BrokenPipeError) and _unread():
+            return _UNREAD
         where = f"{error.filename}: " if error.filename else ""
         return _fail(f"{where}{error.strerror or error}", "", EXIT_FAILURE)
     except MemoryError as error:
@@ -90,7 +112,8 @@ def _run(app: typer.Typer) -> int:
     except KeyboardInterrupt:
         status = EXIT_INTERRUPTED
     if status == EXIT_INTERRUPTED:
-        note("interrupted")
+        with contextlib.suppress(BrokenPipeError):  # the Ctrl-C was for whoever reads stderr, too
+            note("interrupted")
     return status or 0
 
 
@@ -120,4 +143,10 @@ def end(app: typer.Typer) -> NoReturn:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # paths may hold what their encoding does not have
             stream.reconfigure(errors="backslashreplace")
-    sys.exit(_run(app))
+    try:
+        status = _run(app)
+    except BrokenPipeError:  # of what was said of a failure
+        status = _UNREAD
+    for descriptor in _unread():  # Python writes what is left in its buffers when it ends, and would say that it cannot
+        os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)
+    sys.exit(status)
