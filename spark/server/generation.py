@@ -3,7 +3,8 @@
 A budget of reasoning that is used up breaks the generation off; what it made goes on from there with reasoning shut. A
 reply that may be a tool call, or else has to have a form, is begun freely; where it does not begin with a call to a
 tool that was offered, or ends before it has begun, it is begun again, constrained. Of several choices the first is sent
-first, and the others say that they share its prompt.
+first, and the others say that they share its prompt. Behind calls to tools that were offered, one to another tool ends
+such a reply before it.
 """
 
 from __future__ import annotations
@@ -280,6 +281,8 @@ class _Run:
         self._budget, self._grammar = prompt.budget, prompt.grammar
         self._free = prompt.grammar is not None and conversation.raw is None and may_call(conversation)
         self._offered = {tool["function"]["name"] for tool in conversation.tools}
+        self._called = False  # where it has a form, which then binds no answer: to a tool that was offered
+        self._ended = False  # before a call to another tool
         self.tokens, self.left = list(prompt.opening.tokens), prompt.max_tokens
         self._answer_at = len(self.tokens)  # where what is not reasoning begins
         self._prompt_tokens = len(self.tokens)
@@ -402,6 +405,9 @@ class _Run:
                 del parts[n:]
                 self._begin_again()
                 return
+            self._called = True
+        if self._called and self._unoffered(parts, n):
+            return
         if parser.ended:
             self.reason = "stop"
         elif parser.reasoning and self._budget is not None and self._reasoning >= self._budget:
@@ -431,6 +437,7 @@ class _Run:
             # A call that was cut before its name was known may have become one to a tool that was offered.
             if self._calls(found) or (self._parser.cut and not found):
                 parts += found
+                self._unoffered(parts, 0)
                 return
             self.reason = ""
         self._free = False
@@ -441,6 +448,16 @@ class _Run:
     def _calls(self, parts: Sequence[Part]) -> bool:
         """Whether what the reply begins with is a call to a tool that was offered."""
         return bool(parts) and isinstance(parts[0], CallStart) and parts[0].name in self._offered
+
+    def _unoffered(self, parts: list[Part], n: int) -> bool:
+        """End the reply before the first call, from part n on, to a tool that was not offered; whether there is one."""
+        for i in range(n, len(parts)):
+            part = parts[i]
+            if isinstance(part, CallStart) and part.name not in self._offered:
+                del parts[i:]
+                self._ended, self.reason = True, "tool_calls"
+                return True
+        return False
 
     def _begin_again(self) -> None:
         """Take back what was not reasoning, for a generation that is constrained."""
@@ -466,10 +483,17 @@ class _Run:
 
     def flush(self) -> list[Part]:
         """The parts that were held back."""
-        return self._aligned(self._push(self._text.flush()) + self._parser.flush(self.reason == "length"))
+        if self._ended:
+            return []
+        parts = self._push(self._text.flush()) + self._parser.flush(self.reason == "length")
+        if self._called:
+            self._unoffered(parts, 0)
+        return self._aligned(parts)
 
     def finish(self) -> Finish:
         """The end."""
+        if self._ended:
+            return Finish("tool_calls", self.usage)
         if self._parser.stop is not None:
             self.reason = "stop"
         elif self._parser.called and not self._parser.cut:

@@ -23,7 +23,7 @@ from spark.server import generation
 from spark.server.generation import Model
 from spark.server.metrics import Metrics
 from spark.server.prompts import PromptTooLongError
-from spark.speech.conversation import Conversation, Finish, Part, Reasoning, Text, whole
+from spark.speech.conversation import Conversation, Finish, Part, Reasoning, Text, WholeCall, whole
 from spark.speech.sessions import Message, ToolCall
 from tests.fake_tokenizer import FakeTokenizer
 
@@ -400,6 +400,31 @@ def test_a_call_to_a_tool_that_was_not_offered_has_to_have_the_form(
     # Without a form there is nothing to be written instead.
     _, finish = run(monkeypatch, name, Backend(OTHERS[name]), replace(conversation, response_schema=None))
     assert finish.reason == ("length" if cut else "tool_calls")
+
+
+@pytest.mark.parametrize("name", OTHERS)
+@pytest.mark.parametrize("between", ["\n", "\nso\n"])
+def test_a_later_call_to_a_tool_that_was_not_offered_ends_a_reply_with_a_form(
+    monkeypatch: pytest.MonkeyPatch, name: str, between: str
+) -> None:
+    offered = OTHERS[name].replace("reader", "read").replace('"rea"', '"read"').replace("other", "read")
+    conversation = Conversation(ASKED, TOOLS, response_schema={}, reasoning=Reasoning(False), max_tokens=900)
+    two = offered + between + offered
+    for cut in (0, 3):
+        backend = Backend(two + between + OTHERS[name][: len(OTHERS[name]) - cut] + ("" if cut else between + offered))
+        parts, finish = run(monkeypatch, name, backend, conversation)
+        calls = [part for part in whole(parts) if isinstance(part, WholeCall)]
+        assert [(call.name, json.loads(call.arguments)) for call in calls] == [("read", {"path": "a"})] * 2
+        assert finish.reason == "tool_calls" and finish.stop is None and len(backend.asked) == 1
+        texts = "".join(part.text for part in parts if isinstance(part, Text))
+        assert "so" in texts or "so" not in between
+    # What is cut behind the name of such a call has been cut before it.
+    most = len(two + between + OTHERS[name]) - 8
+    _, finish = run(monkeypatch, name, Backend(two + between + OTHERS[name]), replace(conversation, max_tokens=most))
+    assert finish.reason == "tool_calls"
+    # Without a form the client is told of all.
+    parts, _ = run(monkeypatch, name, Backend(two + OTHERS[name]), replace(conversation, response_schema=None))
+    assert len([part for part in whole(parts) if isinstance(part, WholeCall)]) == 3
 
 
 def test_a_free_beginning_that_ends_while_it_reasons(monkeypatch: pytest.MonkeyPatch) -> None:
