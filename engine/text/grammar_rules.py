@@ -162,7 +162,7 @@ class Rules:
         schema = self.resolved({} if schema is None else schema, root)
         if schema is False or (schema is not True and schema.get("type", "object") != "object"):
             raise self.refusal(f"{json.dumps(schema)[:80]} allows no object")
-        schema = {} if schema is True else schema
+        schema = {} if schema is True else telling(schema)
         self.without(_NOT_IN_OBJECTS, schema)
         named, required = schema.get("properties", {}), schema.get("required", [])
         if not isinstance(named, dict) or not isinstance(required, list) or not all(type(r) is str for r in required):
@@ -268,7 +268,7 @@ class Rules:
         schema = self.resolved(schema, root)
         if schema is False:
             raise self.refusal("a value that nothing is allowed for")
-        schema = {} if schema is True else schema
+        schema = {} if schema is True else telling(schema)
         if _is_text(schema):
             return f"{self.marks(_QUOTE)} {self.text(schema, root, _QUOTE)}"
         self.without(_NOT_IN_VALUES, schema)

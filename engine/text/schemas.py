@@ -22,6 +22,7 @@ MANY = ("properties", "patternProperties")  # schemas by name
 OPTIONS = ("anyOf", "oneOf")
 _DEFINITIONS = ("$defs", "definitions")
 _IN_PLACE = {"$ref", "allOf", *OPTIONS}  # keywords whose schemas are of the same value
+_MORE_IN_PLACE = {"$dynamicRef", "$recursiveRef", "if", "not", "dependentSchemas", "dependencies"}  # none is served
 MOST_CLOSED = 1 << 16  # schemas that one is made of: as many as there may be values in what was asked for
 MOST_DEEP = 256  # schemas within each other, through references, too: the library's stack has room for some 900
 
@@ -92,7 +93,8 @@ def resolved(reference: Any, root: Any) -> Any:
 def telling(schema: Mapping[str, Any]) -> dict[str, Any]:
     """A schema without keywords that say nothing where they stand; the library refuses them or reads more into them.
 
-    Beside `additionalItems` it drops `prefixItems`, as of a draft that has none.
+    Beside `additionalItems` it drops `prefixItems`, as of a draft that has none. It does not know
+    `"unevaluatedProperties": false`, which is `additionalProperties` where no schema beside it is of the same value.
     """
     idle = set()
     if not isinstance(schema.get("items"), list):
@@ -103,7 +105,11 @@ def telling(schema: Mapping[str, Any]) -> dict[str, Any]:
         idle |= {"minContains", "maxContains"}
     if schema.get("uniqueItems") is False:
         idle.add("uniqueItems")
-    return {key: value for key, value in schema.items() if key not in idle}
+    told = {key: value for key, value in schema.items() if key not in idle}
+    if told.get("unevaluatedProperties") is False and (_IN_PLACE | _MORE_IN_PLACE).isdisjoint(told):
+        del told["unevaluatedProperties"]
+        told.setdefault("additionalProperties", False)
+    return told
 
 
 class _Closing:
@@ -335,6 +341,7 @@ class _Closing:
 
 def _own(schema: Mapping[str, Any]) -> _Known:
     """What a schema's own keywords say of an object."""
+    schema = telling(schema)
     named, patterns, required = (schema.get(key) for key in ("properties", "patternProperties", "required"))
     names = dict.fromkeys(named) if isinstance(named, dict) else {}
     if isinstance(required, list):

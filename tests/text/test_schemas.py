@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from jsonschema import Draft7Validator, Draft202012Validator
 
 from engine.ground.errors import RequestError
-from engine.text.grammar import Compiled, Vocabulary
+from engine.text.grammar import Compiled, Vocabulary, _parse, _rules
 from engine.text.schemas import MOST_DEEP, OPTIONS, _Closing, _Known, _merged, _own, closed
 from engine.text.tokenizer import load
 
@@ -58,6 +58,7 @@ class Judge:
 
 
 A, B, C = ({"properties": {name: {"type": "integer"}}} for name in "abc")
+ONLY = {"unevaluatedProperties": False}
 DEFS = {"$defs": {"a": {"type": "object", **A, "required": ["a"]}, "b": B}}
 NODE = {"type": "object", "properties": {"v": {"type": "integer"}, "next": {"$ref": "#/$defs/node"}}, "required": ["v"]}
 TABLE: list[tuple[Any, list[Any], list[Any]]] = [
@@ -94,6 +95,12 @@ TABLE: list[tuple[Any, list[Any], list[Any]]] = [
     ({"type": "object", **A, "patternProperties": {"^x_": {"type": "integer"}}}, [{"a": 1, "x_1": 2}], [{"b": 1}]),
     ({"type": "object", "allOf": [{**A, "additionalProperties": False}, {"required": ["a"]}]}, [{"a": 1}],
      [{}, {"b": 1}]),
+    ({"type": "object", **A, **ONLY}, [{}, {"a": 1}], [{"b": 1}, {"a": "x"}]),
+    ({"type": "object", **ONLY}, [{}], [{"b": 1}]),
+    ({"type": "object", **A, "additionalProperties": {"type": "string"}, **ONLY}, [{"a": 1, "b": "x"}], [{"b": 1}]),
+    ({"type": "object", "patternProperties": {"^x_": {"type": "integer"}}, **ONLY}, [{"x_1": 2}], [{"b": 1}]),
+    ({"type": "object", "allOf": [{**A, **ONLY}, {"required": ["a"]}]}, [{"a": 1}], [{}, {"a": 1, "b": 1}]),
+    ({"type": "object", "properties": {"o": {"type": "object", **A, **ONLY}}}, [{"o": {"a": 1}}], [{"o": {"b": 1}}]),
 ]  # fmt: skip
 
 
@@ -127,7 +134,7 @@ OBJECT = st.fixed_dictionaries(
 )
 REFERENCE = st.sampled_from([{"$ref": "#/$defs/p"}, {"$ref": "#/$defs/q"}])
 NESTED = st.builds(lambda own, members: {**own, "allOf": members}, OBJECT, st.lists(REFERENCE, min_size=1))
-MEMBER = OBJECT | OBJECT | REFERENCE | NESTED
+MEMBER = OBJECT | OBJECT.map(lambda own: own | ONLY) | REFERENCE | NESTED
 MERGED = st.builds(
     lambda own, members, options: {"type": "object", **own} | members | options,
     OBJECT,
@@ -144,7 +151,7 @@ def naming(schema: Any) -> Any:
     if not isinstance(schema, dict):
         return schema
     made = {key: naming(value) for key, value in schema.items()}
-    if isinstance(schema.get("required"), list) and "additionalProperties" not in schema:
+    if isinstance(schema.get("required"), list) and schema.keys().isdisjoint(("additionalProperties", *ONLY)):
         made["properties"] = dict.fromkeys(schema["required"], True) | made.get("properties", {})
     return made
 
@@ -166,6 +173,29 @@ def test_closed_is_what_jsonschema_calls_unevaluated(
     for value in values:
         accepted = judge is not None and judge.accepts_object(value)
         assert accepted == oracle.is_valid(value), (value, closed(schema, schema))
+
+
+BESIDE = [
+    {"allOf": [A]}, {"anyOf": [A, B]}, {"$ref": "#/$defs/a", **DEFS}, {"if": A, "then": B},
+    {"dependentSchemas": {"a": B}}, {"$dynamicRef": "#"},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("beside", BESIDE, ids=str)
+def test_unevaluated_properties_are_refused_where_they_say_more(beside: Any, vocabulary: Vocabulary) -> None:
+    with pytest.raises(RequestError, match="cannot be enforced"):
+        Judge({"kind": "json_schema", "schema": {"type": "object", **C, **ONLY, **beside}}, vocabulary)
+
+
+@pytest.mark.parametrize("form", ["xml", "laguna", "gemma4"])
+def test_unevaluated_properties_where_no_json_stands(form: str, vocabulary: Vocabulary) -> None:
+    for inside in ({"type": "object", **A}, {"type": "object"}):
+        made = []
+        for shut in (ONLY, {"additionalProperties": False}):
+            parameters = {"type": "object", "properties": {"o": {**inside, **shut}}, **shut}
+            wanted = {"kind": "tool_call", "format": form, "tools": [{"name": "t", "parameters": parameters}]}
+            made.append(str(_rules(_parse(json.dumps(wanted))[0], vocabulary.tokenizer)))
+        assert made[0] == made[1]
 
 
 # --- references that meet again, that go round, and long chains of them -------------------------------
