@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
 
@@ -318,8 +318,8 @@ VALUES = some_values()
 
 def is_valid(schema: Any, value: Any, root: Any, depth: int) -> bool:
     """Whether a value is valid by a schema, in so many references: jsonschema has no end of its own."""
-    if isinstance(schema, bool) or depth == 0:
-        return schema is True and depth > 0
+    if not isinstance(schema, dict) or depth == 0:
+        return schema is not False and depth > 0  # None: what an array's schema says nothing of
     kinds = schema.get("type", ["object", "array", "null"])
     if {dict: "object", list: "array"}.get(type(value), "null") not in ([kinds] if isinstance(kinds, str) else kinds):
         return False
@@ -346,6 +346,10 @@ def is_valid(schema: Any, value: Any, root: Any, depth: int) -> bool:
 
 @settings(max_examples=150, deadline=None)
 @given(a=SCHEMAS, b=SCHEMAS)
+@example(
+    {"type": ["array", "object"], "$ref": "#/$defs/a", "minItems": 1, "prefixItems": [{"$ref": "#/$defs/a"}]},
+    {"$ref": "#/$defs/a"},
+)
 def test_no_schema_that_has_a_value_is_taken_for_endless(a: Any, b: Any) -> None:
     root = {"$ref": "#/$defs/a", "anyOf": [{"$ref": "#/$defs/b"}, True], "$defs": {"a": a, "b": b}}
     for found in without_values(root, lambda one: resolved(one["$ref"], root)):
