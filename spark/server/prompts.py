@@ -1,16 +1,17 @@
 """Prompts of conversations: what of a request's texts, tools and wishes becomes tokens, a budget and a grammar.
 
 A rendering cannot be broken off, and some take a second: many tiny messages cost more than a long text. So there are
-two lanes, by what a rendering will take, in each of which one is made after the other; short ones wait for no long
-one, and what is shorter still is made at once. Whoever leaves before his turn takes none.
+two lanes, by what a rendering will take, in each of which one is made after the other, the shortest first; short ones
+wait for no long one, and what is shorter still is made at once. Whoever leaves before his turn takes none.
 """
 
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -25,6 +26,7 @@ _CHARS_A_TOKEN = 32  # more than any text has on average
 _SOON = 4096
 _SHORT = 1 << 18
 _PIECE = 160  # for a message, a call or a tool, whatever is in it
+_AGED_S = 2.0  # who has waited for longer shares the turns with shorter ones
 _Result = TypeVar("_Result")
 
 
@@ -53,6 +55,72 @@ class Prompt:
     prediction: tuple[int, ...] | None = None
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Waiting:
+    """Work that waits for its turn; effort: what it will take."""
+
+    effort: int
+    since_s: float
+    work: Callable[[], Any]
+    made: Future[Any]
+
+
+class _Lane:
+    """A thread that does one piece of work after the other, the shortest that waits first.
+
+    Once one has waited for long, every second turn is of whoever has waited for longest: if all were, a short one would
+    wait behind each long one that came before it.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._thread = ThreadPoolExecutor(1, name)
+        self._lock = threading.Lock()
+        self._waiting: list[_Waiting] = []  # in the order in which they came
+        self._was_aged = False  # the last turn was that of one who had waited for longest
+
+    async def do(self, effort: int, work: Callable[[], _Result]) -> _Result:
+        """Do work when its turn comes; who is cancelled before has none."""
+        made: Future[_Result] = Future()
+        waiting = _Waiting(effort, time.monotonic(), work, made)
+        with self._lock:
+            self._waiting.append(waiting)
+        try:
+            self._thread.submit(self._turn)  # as many as there is work, or more
+            return await asyncio.wrap_future(made)
+        finally:
+            with self._lock:
+                if waiting in self._waiting:
+                    self._waiting.remove(waiting)
+
+    def close(self) -> None:
+        """Begin nothing more."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
+        with self._lock:
+            waiting, self._waiting = self._waiting, []
+        for one in waiting:
+            one.made.cancel()
+
+    def _turn(self) -> None:
+        while (one := self._next()) is not None:
+            if not one.made.set_running_or_notify_cancel():
+                continue
+            try:
+                one.made.set_result(one.work())
+            except BaseException as error:
+                one.made.set_exception(error)
+            return
+
+    def _next(self) -> _Waiting | None:
+        with self._lock:
+            if not self._waiting:
+                return None
+            first = self._waiting[0]
+            self._was_aged = not self._was_aged and time.monotonic() > first.since_s + _AGED_S
+            found = first if self._was_aged else min(self._waiting, key=lambda one: one.effort)
+            self._waiting.remove(found)
+            return found
+
+
 class Prompts:
     """Makes the prompts of a model. context: asked for the length of its context, which a new daemon may change."""
 
@@ -60,7 +128,7 @@ class Prompts:
         self._tokenizer = tokenizer
         self._context = context
         self._renderer = Renderer(tokenizer)
-        self._short, self._long = (ThreadPoolExecutor(1, f"{which} prompts") for which in ("short", "long"))
+        self._short, self._long = (_Lane(f"{which} prompts") for which in ("short", "long"))
 
     @property
     def ctx_tokens(self) -> int:
@@ -103,15 +171,14 @@ class Prompts:
     def close(self) -> None:
         """Make no more prompts."""
         for lane in (self._short, self._long):
-            lane.shutdown(wait=False, cancel_futures=True)
+            lane.close()
 
     async def _in_turn(self, conversation: Conversation, work: Callable[[], _Result]) -> _Result:
         """Do work with a conversation; in a lane, as requests must not take all cores."""
         effort = self._effort(conversation)
         if effort <= _SOON:
             return work()
-        lane = self._short if effort <= _SHORT else self._long
-        return await asyncio.get_running_loop().run_in_executor(lane, work)
+        return await (self._short if effort <= _SHORT else self._long).do(effort, work)
 
     def _refuse_long(self, conversation: Conversation, where: str) -> None:
         """Refuse what is longer than any context may be, before it has to wait for its turn."""

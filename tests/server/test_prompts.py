@@ -12,6 +12,7 @@ import httpx
 import pytest
 
 from spark.server import app as server
+from spark.server import prompts as prompts_of
 from spark.server.prompts import Prompts, PromptTooLongError
 from spark.speech.conversation import Conversation
 from spark.speech.render import Opening, Renderer
@@ -105,6 +106,64 @@ def test_whoever_leaves_before_his_turn_takes_none(held: Held) -> None:
         held.go.set()
         assert await long[3] == 3 and held.begun == ["long 0", "long 3"]
         prompts.close()
+
+    asyncio.run(ask())
+
+
+def turns(monkeypatch: pytest.MonkeyPatch, *begun: str, aged_s: float = 1e9) -> list[str]:
+    """In which order prompts are made that wait for `long 0`, by the last of their messages: `NAME LENGTH`."""
+    monkeypatch.setattr(prompts_of, "_AGED_S", aged_s)
+    rendered = Held()
+    monkeypatch.setattr(Renderer, "opening", lambda *args, **more: rendered.opening(*args, **more))
+
+    async def ask() -> None:
+        prompts = Prompts(FakeTokenizer(), lambda: 1 << 18)  # type: ignore[arg-type]
+        first = asyncio.create_task(prompts.count(conversation("long 0", Message("user", "x" * 50_000)), "messages"))
+        while not rendered.begun:
+            await asyncio.sleep(0.001)
+        more = []
+        for name in begun:
+            before = Message("user", "x" * int(name.split()[1]))
+            more.append(asyncio.create_task(prompts.count(conversation(name, before), "messages")))
+            await asyncio.sleep(0.001)
+        rendered.go.set()
+        await asyncio.gather(first, *more)
+        prompts.close()
+
+    asyncio.run(ask())
+    return rendered.begun[1:]
+
+
+def test_the_shortest_that_waits_is_made_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    many = [f"{i} {60_000 + i}" for i in range(20)]
+    assert turns(monkeypatch, *many, "chat 9000", "note 8000") == ["note 8000", "chat 9000", *many]
+    # Who has waited for long has every second turn: none waits for ever, nor behind all that came before.
+    first = ["0 60000", "1 60001"]
+    found = turns(monkeypatch, *first, *(f"{i} {9000 + i}" for i in range(4)), aged_s=-1.0)
+    assert found == ["0 9000", "0 60000", "1 9001", "1 60001", "2 9002", "3 9003"]
+
+
+def test_what_fails_and_what_is_closed_keeps_no_one(monkeypatch: pytest.MonkeyPatch, held: Held) -> None:
+    async def ask() -> None:
+        prompts = Prompts(FakeTokenizer(), lambda: 1 << 18)  # type: ignore[arg-type]
+
+        def count(name: str) -> asyncio.Task[int]:
+            long = conversation(name, Message("user", "x" * LONG))
+            return asyncio.create_task(prompts.count(long, "messages"))
+
+        monkeypatch.setattr(FakeTokenizer, "encode", None)
+        held.go.set()
+        with pytest.raises(TypeError):
+            await count("fails")
+        held.go.clear()
+        made, left = count("long 0"), [count(f"long {i}") for i in (1, 2)]
+        while "long 0" not in held.begun:
+            await asyncio.sleep(0.001)
+        prompts.close()
+        await asyncio.wait(left, timeout=PATIENCE_S)
+        assert all(task.cancelled() for task in left)
+        held.go.set()
+        assert await made == 3
 
     asyncio.run(ask())
 
