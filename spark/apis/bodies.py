@@ -188,7 +188,8 @@ class _Received:
         self._limit = None
 
     async def read(self, request: Request) -> bytes:
-        """Read a body of bounded size; one that says that it is larger is refused unread."""
+        """Read a body of bounded size; one that says that it is larger, or is compressed, is refused unread."""
+        _refuse_coded(request)
         too_large = HTTPException(413, TOO_LARGE)
         length = request.headers.get("content-length", "")
         if length.isdecimal() and int(length[:20]) > MAX_BODY_BYTES:
@@ -208,6 +209,14 @@ class _Received:
         finally:
             self._limit = None
         return bytes(body)
+
+
+def _refuse_coded(request: Request) -> None:
+    """Refuse a body that would have to be unpacked first: of how much it becomes its length says nothing."""
+    codings = ", ".join(map(str.strip, request.headers.getlist("content-encoding")))
+    if codings.lower() not in ("", "identity"):
+        said = f"Content-Encoding {codings[:100]!r} is not supported; send the body as it is, without that header"
+        raise HTTPException(415, said, {"accept-encoding": "identity"})  # as RFC 9110 has it, 15.5.16
 
 
 def _read(wanted: Wanted, content: bytes, added: Size = NOTHING) -> _Made:

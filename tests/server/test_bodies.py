@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gzip
 import json
 import subprocess
 import sys
 import threading
 import time
+import zlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -395,6 +397,24 @@ def test_a_body_that_says_that_it_is_too_large_is_refused_unread(made: Running) 
     for path in ("/v1/messages", "/v1/chat/completions"):
         with connected(made.port, post(path, b"", "expect: 100-continue", length=1 << 40)) as one:
             assert one.recv(65536).startswith(b"HTTP/1.1 413 ")
+
+
+CODED = {"gzip": gzip.compress, "deflate": zlib.compress, "br": bytes, "zstd": bytes, "GZIP, Identity": gzip.compress}
+
+
+@pytest.mark.parametrize("path", ["/v1/messages", "/v1/chat/completions", "/v1/messages/count_tokens"])
+@pytest.mark.parametrize("coding", CODED)
+def test_a_compressed_body_is_refused_by_its_coding(made: Running, path: str, coding: str) -> None:
+    asking = json.dumps({"messages": [{"role": "user", "content": "a"}], "max_tokens": 1, "z": "x" * 100_000}).encode()
+    for said in (coding, [("content-encoding", coding), ("content-encoding", "x" * 2000)]):
+        headers: Any = {"content-encoding": said} if isinstance(said, str) else said
+        refused = made.http.post(path, content=CODED[coding](asking), headers=headers)
+        assert refused.status_code == 415 and refused.headers["accept-encoding"] == "identity"
+        error = refused.json()["error"]
+        assert f"Content-Encoding '{coding}" in error["message"] and len(error["message"]) < 300
+        assert error["type"] == "invalid_request_error"
+    for plain in ("identity", "Identity", ""):
+        assert made.http.post(path, content=asking, headers={"content-encoding": plain}).status_code == 200
 
 
 def test_all_bodies_together_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
