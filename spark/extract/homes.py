@@ -47,6 +47,7 @@ from spark.speech.sessions import SessionWriter, root_of
 _PLACES = {"claude": (".claude", ".config/claude"), "codex": (".codex",)}
 _SCRATCH = ".homes-"
 _LOG = ".jsonl"
+_Logs = dict[str, list[tuple[Path, int]]]  # by family
 _EXPECTED = "expected home folders of users"
 
 
@@ -55,7 +56,8 @@ class _Home:
     """What a process is given.
 
     mark: what its ids begin with; url: where it lies; out: the file for its sessions. part, parts: which root sessions
-    of it. size: bytes of it, as far as they are known.
+    of it. size: bytes of it, as far as they are known. logs: of a home that several read, its logs as they were when it
+    was divided: one of them may grow, and another come, between their looks, and each would divide it otherwise.
     """
 
     mark: str
@@ -67,6 +69,7 @@ class _Home:
     out_dir: Path
     options: ExtractOptions
     count_tokens: Callable[[str], int]
+    logs: _Logs | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,16 +172,14 @@ def _dealt(
     count_tokens: Callable[[str], int],
 ) -> list[list[_Home]]:  # fmt: skip
     """What processes are given, by home: several parts of one that would keep a core busy when the others are done."""
-    sizes = [sum(size for files in _logs(tree, options).values() for _, size in files) for tree in trees]
+    logs = [_logs(tree, options) for tree in trees]
+    sizes = [sum(size for files in each.values() for _, size in files) for each in logs]
     total, made = max(1, sum(sizes)), []
     for i, (home, tree, size) in enumerate(zip(homes, trees, sizes, strict=True)):
         n = max(1, min(n_cores, round(n_cores * size / total)))
-        made.append(
-            [
-                _Home(mark_of(home), tree, scratch / f"{i}.{k}.jsonl", k, n, size // n, out_dir, options, count_tokens)
-                for k in range(n)
-            ]
-        )
+        whole = _Home(mark_of(home), tree, scratch, 0, n, size // n, out_dir, options, count_tokens)
+        divided = replace(whole, logs=logs[i]) if n > 1 else whole
+        made.append([replace(divided, part=k, out=scratch / f"{i}.{k}.jsonl") for k in range(n)])
     return made
 
 
@@ -233,6 +234,9 @@ def _read(home: _Home) -> _Read:
     with storage.tree(home.url, _LOG) as folder, SessionWriter(home.out) as writer:
         writer.open()
         logs = _logs(folder, home.options, intake if not home.part else None)
+        if home.logs is not None:
+            logs = home.logs
+            intake.sizes = {path: size for files in logs.values() for path, size in files}
         n_files = sum(map(len, logs.values()))
         if n_files:
             check_logs(home.out_dir, {}, [path for files in logs.values() for path, _ in files])
@@ -264,12 +268,10 @@ def _part(groups: Sequence[Group], part: int, parts: int) -> set[str]:
     return mine
 
 
-def _logs(
-    home: str | Path, options: ExtractOptions, intake: Intake | None = None
-) -> dict[str, list[tuple[Path, int]]]:
+def _logs(home: str | Path, options: ExtractOptions, intake: Intake | None = None) -> _Logs:
     """The logs in a home, by family; none of one that lies elsewhere. intake: counts what is none."""
     folder = storage.local(home)
-    logs: dict[str, list[tuple[Path, int]]] = {}
+    logs: _Logs = {}
     counts = intake or Intake(options.redact, _nothing, Path())
     for family, names in _PLACES.items():
         if folder is not None and options.source in (family, "both"):

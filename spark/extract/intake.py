@@ -10,9 +10,10 @@ from __future__ import annotations
 import json
 import marshal
 import re
+import sys
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from math import isfinite
 from pathlib import Path
@@ -47,6 +48,7 @@ class Intake:
 
     advance: called with the number of bytes read, to show progress.
     spool_dir: where sessions that exceed the spool's memory go while they are read.
+    sizes: how much of a file is read, of those that others read, too, and that may grow meanwhile.
     """
 
     redact: bool
@@ -56,12 +58,13 @@ class Intake:
     dropped: Counter[str] = field(default_factory=Counter)
     redacted: Counter[str] = field(default_factory=Counter)
     kinds: Dropped = field(default_factory=Dropped)
+    sizes: Mapping[Path, int] = field(default_factory=dict)
     _known: dict[str, tuple[str, Counter[str]]] = field(default_factory=dict)  # texts that were redacted
     _known_size: int = 0
 
     def quiet(self) -> Intake:
         """An intake of the same settings whose counts are its own."""
-        return Intake(self.redact, lambda _: None, self.spool_dir)
+        return Intake(self.redact, lambda _: None, self.spool_dir, sizes=self.sizes)
 
     def skip(self, reason: str, lines: int = 1) -> None:
         """Count lines that gave nothing to a session."""
@@ -137,16 +140,18 @@ def parse_json(text: str) -> Any:
 
 def read_lines(path: Path, intake: Intake) -> Iterator[bytes]:
     """The lines of a file that are not empty and not longer than MAX_LINE_BYTES."""
-    done = 0
+    done, left = 0, intake.sizes.get(path, sys.maxsize)
     try:
         with path.open("rb") as file:
-            while line := file.readline(MAX_LINE_BYTES):
+            while line := file.readline(min(left, MAX_LINE_BYTES)):
+                left -= len(line)
                 done += len(line)
                 if done >= _STEP_BYTES:
                     intake.advance(done)
                     done = 0
                 if len(line) == MAX_LINE_BYTES and not line.endswith(b"\n"):
-                    while rest := file.readline(MAX_LINE_BYTES):
+                    while rest := file.readline(min(left, MAX_LINE_BYTES)):
+                        left -= len(rest)
                         intake.advance(len(rest))
                         if rest.endswith(b"\n"):
                             break

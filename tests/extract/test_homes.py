@@ -7,6 +7,7 @@ import os
 import shutil
 import signal
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -98,6 +99,24 @@ def test_the_number_of_processes_changes_nothing(
     assert parts == [1, 5] and reports[0] == reports[1] and reports[0]["dropped_content"]
     for name in ("train.jsonl", "test.jsonl"):
         assert (tmp_path / "1" / name).read_bytes() == (tmp_path / "5" / name).read_bytes()
+
+
+def test_logs_that_grow_meanwhile_are_each_read_once(three: Path, tmp_path: Path) -> None:
+    """Several processes divide one home: by what each finds itself they would divide it differently."""
+    logs = home(tmp_path / "home", "claude") / ".claude" / "projects" / "-home-dev-cpython"
+    options, out = ExtractOptions(tmp_path), tmp_path / "out"
+    out.mkdir()
+    (work,) = homes._dealt([str(logs.parents[2])], [str(logs.parents[2])], 3, out, out, options, estimate_tokens)
+    assert len(work) == 3
+    expected = [session_id for _, session_id in homes._read(replace(work[0], part=0, parts=1)).sessions]
+    found = []
+    for n, part in enumerate(work):
+        found += homes._read(part).sessions
+        smallest = min(logs.glob("*-*-*.jsonl"), key=lambda path: path.stat().st_size)
+        with smallest.open("ab") as file:  # it becomes the largest, and is of one root with all others
+            file.write(b"".join(path.read_bytes() for path in sorted(logs.glob("*.jsonl"))))
+        shutil.copy(smallest, logs / f"{n}0000000-0000-0000-0000-000000000000.jsonl")
+    assert [session_id for _, session_id in sorted(found)] == expected
 
 
 def test_parts_are_of_a_size_and_have_all_roots(three: Path) -> None:
