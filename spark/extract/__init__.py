@@ -90,7 +90,7 @@ def _extract(
     tally = Tally(count_tokens or estimate_tokens)
     homes = _homes(options)
     logs = {family: list_logs(folders, FOLDERS[family], intake) for family, folders in homes.items()}
-    check_logs(out_dir, homes, [path for files in logs.values() for path, _ in files])
+    check_logs(out_dir, homes, [path for files in logs.values() for path, _ in files], intake)
     total = sum(size for files in logs.values() for _, size in files)
     progress(0, total)
     try:
@@ -149,11 +149,11 @@ def _homes(options: ExtractOptions) -> dict[str, list[Path]]:
     return homes
 
 
-def check_logs(out_dir: Path, homes: dict[str, list[Path]], logs: list[Path]) -> None:
+def check_logs(out_dir: Path, homes: dict[str, list[Path]], logs: list[Path], intake: Intake) -> None:
     """Refuse to write nothing over an earlier extraction, and to write over a log."""
     if not logs:
         looked_in = ", ".join(str(path) for folders in homes.values() for path in folders)
-        raise FileFormatError(f"no session logs (*.jsonl) in {looked_in}", hint=_NAME_FOLDERS)
+        raise FileFormatError(f"no session logs (*.jsonl) in {looked_in}{why(intake)}", hint=_NAME_FOLDERS)
     for path in (out_dir / name for name in FILES):
         if path.exists() and any(path.samefile(log) for log in logs):
             raise UsageError(f"--out-dir {out_dir}: {path} is one of the logs to read", hint="choose another --out-dir")
@@ -251,8 +251,13 @@ class Sides:
 
 def no_session(intake: Intake) -> FileFormatError:
     """What to say of logs without a session."""
-    why = ", ".join(f"{name} {count}" for name, count in sorted(intake.skipped.items()))
-    return FileFormatError(f"the session logs hold no session{why and f' (skipped: {why})'}", hint=_NAME_FOLDERS)
+    return FileFormatError(f"the session logs hold no session{why(intake)}", hint=_NAME_FOLDERS)
+
+
+def why(intake: Intake) -> str:
+    """What was skipped, to be said behind the failure that nothing was found; empty if nothing was."""
+    found = ", ".join(f"{name} {count}" for name, count in sorted(intake.skipped.items()))
+    return found and f" (skipped: {found})"
 
 
 def counted(conversation: Outgoing, tally: Tally) -> Iterator[Message]:

@@ -38,6 +38,7 @@ from spark.extract import (
     no_session,
     reported,
     unused,
+    why,
 )
 from spark.extract.intake import Intake
 from spark.extract.report import Tally
@@ -134,7 +135,7 @@ def extract(
                 progress(done, len(found))
             if not n_files:
                 raise FileFormatError(
-                    f"no session logs in any of {len(found)} homes, {found[0]} the first",
+                    f"no session logs in any of {len(found)} homes, {found[0]} the first{why(intake)}",
                     hint=f"looked for {', '.join(name for names in _PLACES.values() for name in names)} in each",
                 )
             if not n_sessions:
@@ -239,7 +240,7 @@ def _read(home: _Home) -> _Read:
             intake.sizes = {path: size for files in logs.values() for path, size in files}
         n_files = sum(map(len, logs.values()))
         if n_files:
-            check_logs(home.out_dir, {}, [path for files in logs.values() for path, _ in files])
+            check_logs(home.out_dir, {}, [path for files in logs.values() for path, _ in files], intake)
         groups = groups_of(logs, intake)
         mine = _part(groups, home.part, home.parts)
         places = []

@@ -20,6 +20,7 @@ import numpy as np
 from spark.extract.intake import Intake, as_object, as_text, read_lines, read_record, read_records
 from spark.speech.sessions import Source
 
+_LOG = ".jsonl"
 HEAD_RECORDS = 50  # where a file says what it is and what it continues
 
 
@@ -68,20 +69,53 @@ class _Families:
 def list_logs(homes: Iterable[Path], folders: Sequence[str], intake: Intake) -> list[tuple[Path, int]]:
     """Every *.jsonl file, with its size, under those folders of the homes; of a home without them, under itself.
 
-    Codex's logs in other forms (compressed, or one JSON document as before July 2025) are counted as skipped.
+    Links are followed, to each folder once. Codex's logs in other forms (compressed, or one JSON document as before
+    July 2025), and what cannot be looked at, are counted as skipped.
     """
     found: dict[Path, int] = {}
-    for home in homes:
-        tops = [home / folder for folder in folders if (home / folder).is_dir()] or [home]
-        for top in tops:
-            for folder, _, names in os.walk(top):
-                for name in names:
-                    path = Path(folder, name)
-                    if name.endswith(".jsonl") and path.is_file():  # not a pipe
-                        found[path] = path.stat().st_size
-                    elif name.startswith("rollout-"):
-                        intake.skip("unsupported_file")
+    tops = [top for home in homes for top in list(filter(_is_folder, map(home.joinpath, folders))) or [home]]
+    for path in _files(tops, intake):
+        try:
+            if path.name.endswith(_LOG) and path.is_file():  # not a pipe
+                found[path] = path.stat().st_size
+            elif path.name.startswith("rollout-") and not path.name.endswith(_LOG):
+                intake.skip("unsupported_file")
+            elif path.is_symlink() and not path.exists():  # to a disk that is not there
+                intake.skip("unreadable_file")
+        except FileNotFoundError:  # the program has just removed it
+            pass
+        except OSError:
+            intake.skip("unreadable_file")
     return sorted(found.items())
+
+
+def _is_folder(path: Path) -> bool:
+    try:
+        return path.is_dir()
+    except OSError:  # of what it lies in, which is then searched, and counted
+        return False
+
+
+def _files(tops: Sequence[Path], intake: Intake) -> Iterator[Path]:
+    """The files below some folders, those behind links last."""
+    seen: set[tuple[int, int]] = set()
+    left = [*tops]
+    while left:
+        links: list[Path] = []
+        for top in left:
+            for folder, folders, names in os.walk(top, onerror=lambda _: intake.skip("unreadable_folder")):
+                try:
+                    status = Path(folder).stat()
+                except OSError:
+                    folders.clear()
+                    continue
+                if (status.st_dev, status.st_ino) in seen:
+                    folders.clear()
+                    continue
+                seen.add((status.st_dev, status.st_ino))
+                links += [path for name in folders if (path := Path(folder, name)).is_symlink()]
+                yield from (Path(folder, name) for name in names)
+        left = sorted(links)
 
 
 def plain_id(name: str) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import importlib
 import json
+import os
 import stat
 import subprocess
 import sys
@@ -18,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.ground.errors import FileFormatError, SparkError, UsageError
-from spark.extract import ExtractOptions, Report, extract
+from spark.extract import ExtractOptions, Report, extract, homes
 from spark.extract.messages import ToolTable
 from spark.extract.report import estimate_tokens
 from spark.speech.sessions import Session, read_sessions, split_rank
@@ -377,6 +378,69 @@ def test_a_log_that_cannot_be_read_is_counted(tmp_path: Path, monkeypatch: pytes
     report = extract(ExtractOptions(home, "codex", codex_dir=home, test_frac=0), lambda done, total: None)
     assert report.skipped_lines == {"unreadable_file": 1}
     assert report.sessions == {"train": 1, "test": 0}
+
+
+def test_links_are_followed_and_each_folder_is_read_once(tmp_path: Path) -> None:
+    """A project's folder may lie on another disk; a link may also lead up, to itself, or nowhere."""
+    home = codex_tree(tmp_path / "home", ["aa", "bb", "cc"])
+    other = tmp_path / "other" / "deeper"
+    other.mkdir(parents=True)
+    (home / "sessions" / "rollout-bb.jsonl").rename(other / "rollout-bb.jsonl")
+    (home / "sessions" / "rollout-cc.jsonl").rename(tmp_path / "other" / "rollout-cc.jsonl")
+    for name, target in (("2026", other.parent), ("again", other), ("up", home), ("self.jsonl", "self.jsonl")):
+        (home / "sessions" / name).symlink_to(target)
+    (home / "sessions" / "gone.jsonl").symlink_to(tmp_path / "unmounted" / "x.jsonl")
+    (home / "archived_sessions").symlink_to(home / "sessions")
+    report = extract(ExtractOptions(tmp_path / "out", "codex", codex_dir=home), lambda done, total: None)
+    assert report.files == 3 and sum(report.sessions.values()) == 3
+    assert report.skipped_lines == {"unreadable_file": 2}
+
+
+def test_what_cannot_be_looked_at_is_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    home = codex_tree(tmp_path / "home", ["aa", "bb", "cc"])
+    (home / "sessions" / "2026").mkdir()
+    scan, is_file = os.scandir, Path.is_file
+
+    def scandir(path: Any) -> Any:
+        if Path(path).name == "2026":
+            raise PermissionError(13, "Permission denied")
+        return scan(path)
+
+    def stat_of(path: Path) -> bool:
+        if path.name.startswith("rollout-"):
+            found = {"bb": PermissionError(13, "Permission denied"), "cc": FileNotFoundError(2, "No such file")}
+            if path.stem[-2:] in found:
+                raise found[path.stem[-2:]]
+        return is_file(path)
+
+    monkeypatch.setattr(os, "scandir", scandir)
+    monkeypatch.setattr(Path, "is_file", stat_of)
+    options = ExtractOptions(tmp_path / "out", "codex", codex_dir=home)
+    report = extract(options, lambda done, total: None)
+    assert report.files == 1 and report.skipped_lines == {"unreadable_file": 1, "unreadable_folder": 1}
+    (home / "sessions" / "rollout-aa.jsonl").unlink()
+    with pytest.raises(FileFormatError, match=r"no session logs .* \(skipped: unreadable_file 1, unreadable_folder 1"):
+        extract(options, lambda done, total: None)
+
+
+@pytest.mark.parametrize("of_homes", [False, True])
+def test_a_program_s_folder_that_cannot_be_looked_into(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, of_homes: bool
+) -> None:
+    codex_tree(tmp_path / "home" / ".codex", ["aa"])
+    is_dir = Path.is_dir
+
+    def refuse(path: Path) -> bool:
+        if path.parent.name == ".codex":
+            raise PermissionError(13, "Permission denied")
+        return is_dir(path)
+
+    monkeypatch.setattr(Path, "is_dir", refuse)
+    monkeypatch.setattr(os, "walk", lambda top, onerror: onerror(PermissionError(13, "Permission denied")) or [])
+    named: Any = {"homes": (str(tmp_path / "home"),)} if of_homes else {"codex_dir": tmp_path / "home" / ".codex"}
+    monkeypatch.setattr(homes, "_all", lambda work, n_cores: (homes._read(one) for one in work))
+    with pytest.raises(FileFormatError, match=r"no session logs .*\(skipped: unreadable_folder 1\)"):
+        extract(ExtractOptions(tmp_path / "out", "codex", **named), lambda done, total: None)
 
 
 # --- Counting ---
