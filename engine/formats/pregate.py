@@ -44,7 +44,7 @@ Pair = tuple[int, int]  # the layer that a residual enters, the layer whose expe
 
 def default_path(model_path: Path) -> Path:
     """Where a model's pre-gates lie: `<model>.gguf.pregate.safetensors`, beside the model."""
-    return model_path.with_name(model_path.name + ".pregate.safetensors")
+    return model_path.parent / f"{model_path.name}.pregate.safetensors"  # `.` has no name: who reads it says what it is
 
 
 def unit(x: npt.NDArray[np.float16] | F32, eps: float) -> F32:

@@ -128,7 +128,7 @@ class Profile:
 
 def default_path(model_path: Path) -> Path:
     """Where a model's profile lies: `<model>.gguf.spark.csv`, beside the model."""
-    return model_path.with_name(model_path.name + ".spark.csv")
+    return model_path.parent / f"{model_path.name}.spark.csv"  # `.` has no name: who reads it says what it is
 
 
 def format(profile: Profile) -> str:

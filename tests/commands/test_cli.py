@@ -334,6 +334,18 @@ def test_a_bad_model_is_named_by_what_runs_it(
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("model", [".", "..", "/"])
+def test_a_folder_is_no_model(made: Path, tmp_path: Path, model: str) -> None:
+    """Also one without a name, which a profile beside it would have."""
+    for command in (
+        ["plan"], ["inspect"], ["bench"], ["serve", "--port", "0"], ["calibrate", made / "test.parquet"],
+        ["validate", made / "test.parquet"],
+    ):  # fmt: skip
+        said = refused(command[0], model, *command[1:], cwd=tmp_path)
+        assert "is a directory, expected a GGUF file" in said or "cannot be written: no permission" in said
+    assert list(tmp_path.iterdir()) == []
+
+
 @pytest.fixture(scope="module")
 def bad(made: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Profiles, token files and sessions, each named for what ails it."""
