@@ -142,8 +142,7 @@ def extract_sessions(
         label = "reading homes" if home else "reading logs"
         report = extract(options, lambda done, total: progress(label, done, total))
     note(f"sessions written to {joined(out_dir, 'train.jsonl')} and {joined(out_dir, 'test.jsonl')}")
-    save(json_file, report.to_json())
-    show_extraction(report)
+    save(json_file, report.to_json(), lambda: show_extraction(report))
 
 
 @command()
@@ -177,8 +176,7 @@ def tokenize(
     with progress_bars() as progress:
         summary = tokens.tokenize(model, sessions, out, window, lambda a, b: progress("tokenizing", a, b))
     note(f"tokens written to {out}")
-    save(json_file, summary.to_json())
-    show_tokens(summary)
+    save(json_file, summary.to_json(), lambda: show_tokens(summary))
 
 
 @command()
@@ -250,9 +248,7 @@ def calibrate(
             note(f"what was counted is in {calibration.partial_path(target)}; --resume goes on from there")
         raise
     note(f"profile written to {report.profile}")
-    save(json_file, report.to_json())
-    show_calibration(report)
-    show_workers(report.more)
+    save(json_file, report.to_json(), lambda: show_calibration(report), lambda: show_workers(report.more))
 
 
 @command()
@@ -316,9 +312,7 @@ def validate(
     report = replace(report, profile=given)
     for warning in report.warnings:
         note(f"warning: {warning}")
-    save(json_file, report.to_json())
-    show_validation(report)
-    show_workers(report.more)
+    save(json_file, report.to_json(), lambda: show_validation(report), lambda: show_workers(report.more))
     if any(row.identical_tokens is False for ladder in report.ladders for row in ladder.rows):
         raise SparkError("a policy changed tokens; that must never happen", hint="please report this with the model")
 
@@ -354,8 +348,7 @@ def train_pregate(
     with progress_bars() as progress:
         report = pregate.train(model, trace, out, options, progress)
     note(f"predictors written to {out}")
-    save(json_file, report.to_json())
-    show_pregate(report)
+    save(json_file, report.to_json(), lambda: show_pregate(report))
 
 
 @command()
@@ -481,8 +474,7 @@ def bench(
     options = benchmark.BenchOptions(percentages(residency), prompts, prompt_tokens, generate, tokens)
     with progress_bars() as progress:
         report = benchmark.bench(config, options, Deadlines(ready_s=ready_timeout, total_s=gen_timeout), progress)
-    save(json_file, report.to_json())
-    show_bench(report)
+    save(json_file, report.to_json(), lambda: show_bench(report))
     for what, same in (("a residency", "identical_tokens"), ("a draft", "draft_identical_tokens")):
         if any(getattr(row, same) is False for row in report.rows):
             raise SparkError(f"{what} changed tokens; that must never happen", hint="please report this with the model")

@@ -13,7 +13,7 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
@@ -111,9 +111,16 @@ def write_json(path: Path, report: Mapping[str, Any]) -> None:
         file.write(text.encode())
 
 
-def save(path: Path | None, report: Mapping[str, Any]) -> None:
-    """Write `--json`, if it was asked for, and say where; raises what `write_json` does."""
-    if path is not None:
-        write_json(path, report)
-        if not is_stdout(path):
-            note(f"figures written to {path}")
+def save(path: Path | None, report: Mapping[str, Any], *tables: Callable[[], None]) -> None:
+    """Write `--json`, if it was asked for, say where, and print tables; raises what `write_json` does.
+
+    The tables are printed also where the file cannot be written: what they say may have taken hours to measure.
+    """
+    try:
+        if path is not None:
+            write_json(path, report)
+            if not is_stdout(path):
+                note(f"figures written to {path}")
+    finally:
+        for table in tables:
+            table()

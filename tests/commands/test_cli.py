@@ -250,38 +250,6 @@ def test_a_reader_that_leaves_is_no_error(made: Path, tmp_path: Path) -> None:
     assert json.loads((tmp_path / "t.json").read_text())["tokens"] > 0
 
 
-def unread(*arguments: str | Path, cwd: Path, both: bool = False) -> tuple[int, str]:
-    """Status and stderr of a command whose stdout, or stdout and stderr, nobody reads."""
-    reader, writer = os.pipe()
-    os.close(reader)
-    with subprocess.Popen(
-        [*SPARK, *arguments], cwd=cwd, env=environment(), stdin=subprocess.DEVNULL, stdout=writer,
-        stderr=writer if both else subprocess.PIPE, text=True,
-    ) as process:  # fmt: skip
-        os.close(writer)
-        return process.wait(150), "" if both else process.stderr.read()
-
-
-@pytest.mark.parametrize("arguments", [["--help"], ["inspect", NANO], ["inspect", NANO, "--json", "-"]])
-def test_of_output_that_nobody_reads_the_status_tells(arguments: list[str | Path], tmp_path: Path) -> None:
-    assert unread(*arguments, cwd=tmp_path) == (141, "")
-    assert unread(*arguments, cwd=tmp_path, both=True) == (141, "")
-
-
-def test_an_error_that_nobody_reads_is_no_traceback(tmp_path: Path) -> None:
-    status, said = unread("inspect", "none.gguf", cwd=tmp_path)
-    assert status == 1 and said.startswith("error: ")  # stdout was not needed
-    assert unread("inspect", "none.gguf", cwd=tmp_path, both=True)[0] == 141
-    assert unread("bogus", cwd=tmp_path, both=True)[0] == 141
-
-
-def test_a_pipe_of_another_kind_that_breaks_is_explained(tmp_path: Path) -> None:
-    code = "from spark.pipeline import plan\ndef f(*_): raise BrokenPipeError(32, 'Broken pipe')\nplan.plan = f\n"
-    command = [sys.executable, "-c", code + "from spark.cli import main; main()", "plan", NANO]
-    done = subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, text=True)
-    assert (done.returncode, done.stderr) == (1, "error: Broken pipe\n")
-
-
 # --- bad input ----------------------------------------------------------------------------------------
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -9,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.command_line import NANO, environment, explained, refused, spark
+from tests.command_line import NANO, SPARK, environment, explained, refused, spark
 
 
 @pytest.mark.parametrize(
@@ -91,3 +92,48 @@ def test_too_little_memory_is_no_bug(tmp_path: Path) -> None:
     ):
         assert failing(error, tmp_path, tmp_path).startswith(words)
     assert not list(tmp_path.iterdir())
+
+
+# --- output that nobody reads, or that there is no room for ---------------------------------------------
+
+
+def unread(*arguments: str | Path, cwd: Path, both: bool = False) -> tuple[int, str]:
+    """Status and stderr of a command whose stdout, or stdout and stderr, nobody reads."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    with subprocess.Popen(
+        [*SPARK, *arguments], cwd=cwd, env=environment(), stdin=subprocess.DEVNULL, stdout=writer,
+        stderr=writer if both else subprocess.PIPE, text=True,
+    ) as process:  # fmt: skip
+        os.close(writer)
+        return process.wait(150), "" if both else process.stderr.read()
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["inspect", NANO], ["inspect", NANO, "--json", "-"]])
+def test_of_output_that_nobody_reads_the_status_tells(arguments: list[str | Path], tmp_path: Path) -> None:
+    assert unread(*arguments, cwd=tmp_path) == (141, "")
+    assert unread(*arguments, cwd=tmp_path, both=True) == (141, "")
+
+
+def test_an_error_that_nobody_reads_is_no_traceback(tmp_path: Path) -> None:
+    status, said = unread("inspect", "none.gguf", cwd=tmp_path)
+    assert status == 1 and said.startswith("error: ")  # stdout was not needed
+    assert unread("inspect", "none.gguf", cwd=tmp_path, both=True)[0] == 141
+    assert unread("bogus", cwd=tmp_path, both=True)[0] == 141
+
+
+def test_a_pipe_of_another_kind_that_breaks_is_explained(tmp_path: Path) -> None:
+    code = "from spark.pipeline import plan\ndef f(*_): raise BrokenPipeError(32, 'Broken pipe')\nplan.plan = f\n"
+    command = [sys.executable, "-c", code + "from spark.cli import main; main()", "plan", NANO]
+    done = subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (1, "error: Broken pipe\n")
+
+
+def test_what_was_measured_is_shown_where_its_file_cannot_be_written(tmp_path: Path) -> None:
+    code = "import errno\nfrom spark import results\ndef f(*_): raise OSError(errno.ENOSPC, 'No space')\n"
+    command = [sys.executable, "-c", code + "results.write_json = f\nfrom spark.cli import main; main()"]
+    command += ["bench", NANO, "--prompts", "1", "--prompt-tokens", "16", "--generate", "2", "--residency", "100"]
+    command += ["--device", "cpu", "--draft", "off", "--json", "b.json"]
+    done = subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, text=True)
+    assert done.returncode == 1 and done.stderr.endswith("error: No space\n"), done.stderr
+    assert "decode" in done.stdout and "100" in done.stdout
