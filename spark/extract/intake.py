@@ -37,6 +37,10 @@ _DECODER = json.JSONDecoder(parse_constant=lambda _: None, parse_float=_finite)
 _JSON_SPACE = " \t\n\r"
 _KNOWN_EXTRA = 200  # characters that a text's place there counts for, beside its own
 _STEP_BYTES = 64 << 10  # of progress
+_NO_TEXT = "\ufeff\0" + _JSON_SPACE
+_RECORD = re.compile(r'\{"(?:type|parentUuid|timestamp)" ?:')  # how records begin
+_MENDED = 1 << 20  # characters of a line in which records are looked for behind half a one
+_MOST_STARTS = 64  # that are tried
 _to_json = json.JSONEncoder(ensure_ascii=False).encode
 _PLACE_BYTES = 96  # beside the data of a place, in memory
 _SPOOLED = 2  # marshal's version without references, whose bytes depend on the values alone
@@ -109,21 +113,42 @@ class Intake:
 def read_records(path: Path, intake: Intake) -> Iterator[dict[str, Any]]:
     """The JSON objects of a log, in file order; what is no object is counted by reason."""
     for line in read_lines(path, intake):
-        if (record := read_record(line, intake)) is not None:
-            yield record
+        yield from records_of(line, intake)
 
 
-def read_record(line: bytes, intake: Intake) -> dict[str, Any] | None:
-    """The JSON object of a line; what is none is counted by reason."""
+def records_of(line: bytes, intake: Intake) -> list[dict[str, Any]]:
+    """The JSON objects of a line, as a rule one; what is none is counted by reason.
+
+    A program that was killed, or whose disk was full, leaves half a record without a line end, and a power cut zeros;
+    what is written next is whole, in the same line.
+    """
+    text = line.decode("utf-8", "replace").strip(_NO_TEXT)
+    if not text:
+        return []
     try:
-        record = parse_json(line.decode("utf-8", "replace").lstrip("\ufeff"))
+        found = [parse_json(text)]
     except ValueError:
-        intake.skip("invalid_json")
-        return None
-    if isinstance(record, dict):
-        return record
-    intake.skip("not_an_object")
-    return None
+        found, is_left = _at_the_end(text)
+        intake.skip("invalid_json", is_left)
+    records = [record for record in found if isinstance(record, dict)]
+    intake.skip("not_an_object", len(found) - len(records))
+    return records
+
+
+def _at_the_end(text: str) -> tuple[list[Any], bool]:
+    """The records at the end of a line that is none, and whether there is anything before them."""
+    found: list[Any] = []
+    starts = [match.start() for match in _RECORD.finditer(text)] if len(text) <= _MENDED else []
+    for at in starts[: -_MOST_STARTS - 1 : -1]:
+        before = text[:at].rstrip(_NO_TEXT)
+        if before.endswith(("[", ",", ":")):  # as a block inside a record
+            continue
+        try:
+            found.insert(0, parse_json(text[at:]))
+        except ValueError:
+            continue
+        text = before
+    return found, bool(text)
 
 
 def parse_json(text: str) -> Any:

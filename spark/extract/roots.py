@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from spark.extract.intake import Intake, as_object, as_text, read_lines, read_record, read_records
+from spark.extract.intake import Intake, as_object, as_text, read_lines, read_records, records_of
 from spark.speech.sessions import Source
 
 _LOG = ".jsonl"
@@ -189,7 +189,7 @@ def _claude_head(path: Path, size: int, intake: Intake) -> _Head:
         ids = _SESSION_ID.findall(line)
         if started_at and told.issuperset(ids) and b"forkedFrom" not in line:
             continue  # it says nothing new; most lines are like that
-        if (record := read_record(line, intake)) is not None:
+        for record in records_of(line, intake):
             readable = True
             told.update(ids)
             started_at = started_at or as_text(record.get("timestamp"))

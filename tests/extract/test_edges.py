@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections import Counter
 from itertools import islice
 from pathlib import Path
@@ -12,8 +13,9 @@ from typing import Any
 import pytest
 
 from spark.extract import attachments
+from spark.extract import intake as intake_of
 from spark.extract.dropped import Dropped
-from spark.extract.intake import parse_json
+from spark.extract.intake import Intake, parse_json, records_of
 from spark.extract.openings import Openings
 from spark.extract.typed_ahead import TypedAhead, TypedPrompt
 from tests.claude_logs import attachment
@@ -32,6 +34,38 @@ def test_what_is_nested_too_deeply_is_no_json(depth: int) -> None:
     """Also where there are halves of surrogate pairs to mend, which takes more of the stack than to read it."""
     with pytest.raises(ValueError):
         parse_json('{"a":"\\ud83d\\ude00","b":%s}' % ("[" * depth + "]" * depth))
+
+
+USER = {"parentUuid": None, "type": "user", "message": {"content": [{"type": "text", "text": '{"type": 1}{'}]}}
+ITEM = {"timestamp": "t", "type": "response_item", "payload": {"type": "message", "content": [{"type": "x"}]}}
+
+
+@pytest.mark.parametrize("spaced", [False, True])
+@pytest.mark.parametrize("record", [USER, ITEM])
+def test_what_was_written_behind_half_a_record_is_read(record: dict[str, Any], spaced: bool) -> None:
+    """A program that was killed in a write leaves no line end, a power cut zeros, and the next one appends to that."""
+    whole = json.dumps(record, separators=None if spaced else (",", ":")).encode()
+    halves = [whole[:n] for n in range(1, len(whole))]
+    cases = [(b"", 0, 0), (b"\0" * 300, 0, 0), (b"\xef\xbb\xbf\0", 0, 0), (whole, 1, 0), (whole + b"\r" + whole, 2, 0)]
+    # Behind what may have a block next, nobody can tell.
+    cases += [(half, 0 if half.rstrip()[-1:] not in b"[,:" else -1, 1) for half in halves]
+    for before, n_more, n_lost in [*cases, (whole + whole[:30], 0, 1), (whole[:30] + whole, 1, 1)]:
+        intake = Intake(False, lambda _: None, Path())
+        found = records_of(before + whole + b"\0\0\r\n", intake)
+        assert found == [record] * (1 + n_more), before
+        assert intake.skipped == Counter({"invalid_json": n_lost} if n_lost else {})
+    intake = Intake(False, lambda _: None, Path())
+    for n in range(1, len(whole)):  # neither a half alone, nor what is left of a record's end, is a record
+        assert records_of(whole[:n], intake) == records_of(whole[n:], intake) == []
+    assert records_of(b"\0" * 99, intake) == [] and intake.skipped == {"invalid_json": 2 * (len(whole) - 1)}
+
+
+def test_a_long_line_that_is_no_record_takes_no_time() -> None:
+    intake = Intake(False, lambda _: None, Path())
+    began_s = time.process_time()
+    for text, n in ((b'{"type":[', intake_of._MENDED // 9), (b'{"type":"a', 3_000_000)):
+        assert records_of(text * n, intake) == []
+    assert time.process_time() - began_s < 10 and intake.skipped == {"invalid_json": 2}
 
 
 def test_what_is_written_into_a_sentence() -> None:
