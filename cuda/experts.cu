@@ -181,7 +181,8 @@ KERNEL __launch_bounds__(WARPS * WARP, 2)
             if (threadIdx.x == 0) {
                 // A job is claimed when those before it leave somebody time, so its bound is as many times longer.
                 const u64 bound_ns = load_fresh(jobs + JOBS_BOUND_NS) * (u64)job_place(record.job), begin = clock_ns();
-                whose = asks ? await_claim(job.record, job.number, bound_ns) : job.heard(-1);
+                whose = asks ? await_claim(job.record, job.number, bound_ns, load_fresh(jobs + JOBS_PATIENCE_NS))
+                             : job.heard(-1);
                 if (asks && whose == SPARK_JOB_DECLINED) {
                     u64* const part = jobs + JOBS_PARTS + job_part(record.job);
                     atomicAdd(part + PART_TAKEN, (u64)1);

@@ -17,8 +17,9 @@ DEVICE void post_job(spark_job* job, u64 number) {
 }
 
 // By one thread, once it is posted: whose the job is. SPARK_JOB_CLAIMED: the CPU's, and its answer will be DONE;
-// SPARK_JOB_DECLINED: the GPU's, as nobody claimed it within bound_ns, or the CPU declined it.
-DEVICE i32 await_claim(spark_job* job, u64 number, u64 bound_ns) {
+// SPARK_JOB_DECLINED: the GPU's, as nobody claimed it within bound_ns, or the CPU declined it. Who claimed it and says no more
+// within patience_ns will not answer either: it is the CPU's.
+DEVICE i32 await_claim(spark_job* job, u64 number, u64 bound_ns, u64 patience_ns) {
     const u64 begin = clock_ns();
     bool taken = false;
     while (true) {
@@ -26,7 +27,8 @@ DEVICE i32 await_claim(spark_job* job, u64 number, u64 bound_ns) {
         if (answer / 4 == number) { // else of a job before
             if (answer % 4 == SPARK_JOB_DECLINED)
                 return SPARK_JOB_DECLINED;
-            if (answer % 4 == SPARK_JOB_DONE || load_system(&job->accepted) == number)
+            if (answer % 4 == SPARK_JOB_DONE || load_system(&job->accepted) == number ||
+                clock_ns() - begin > bound_ns + patience_ns)
                 return SPARK_JOB_CLAIMED;
         } else if (taken) {
             return SPARK_JOB_DECLINED;

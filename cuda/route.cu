@@ -96,6 +96,8 @@ struct Step {
 #endif
 };
 
+static_assert(sizeof(Step) <= 48 << 10, "what a block may have without asking for it");
+
 // What a thread knows of the slot that is its own, if any.
 struct OwnSlot {
     i32 slot, expert; // slot < 0: none

@@ -34,14 +34,16 @@ class LongTally:
 class LongGate:
     """Whether jobs are offered. pcie_us: of an expert over PCIe, as measured.
 
-    window_jobs: after which what came of them is looked at. late: what a job is where nobody claims it, in words.
+    window_jobs: after which what came of them is looked at. most_taken: of them, that may be taken back; late: what
+    those were, in words.
     state: "on", "off", or "off for good"; why: it is not on.
     """
 
     def __init__(
-        self, pcie_us: float, window_jobs: int = WINDOW_JOBS, late: str = "before PCIe had come to it"
-    ) -> None:
-        self.pcie_us, self._window_jobs, self._late = pcie_us, window_jobs, late
+        self, pcie_us: float, window_jobs: int = WINDOW_JOBS, most_taken: float = 1.0,
+        late: str = "claimed before PCIe had come to it",
+    ) -> None:  # fmt: skip
+        self.pcie_us, self._window_jobs, self._most_taken, self._late = pcie_us, window_jobs, most_taken, late
         self.state, self.why = "on", ""
         self._lost = self._good = 0
         self._retry_s = 0.0
@@ -61,7 +63,9 @@ class LongGate:
             return False
         self._from = tally
         if not new.done:
-            return self._lose(f"none of {new.taken} jobs was claimed {self._late}", now_s)
+            return self._lose(f"none of {new.taken} jobs was {self._late}", now_s)
+        if new.taken > self._most_taken * (new.done + new.taken):
+            return self._lose(f"{new.taken} of {new.done + new.taken} jobs were not {self._late}", now_s)
         if new.waited_us >= new.done * self.pcie_us:
             each = new.waited_us / new.done
             return self._lose(f"an expert was waited for {each:.0f} us, PCIe takes {self.pcie_us:.0f}", now_s)

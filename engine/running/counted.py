@@ -152,7 +152,7 @@ def count(
                     predictor.rehearse(1)
         if cpu is not None and cpu[1] is not None:
             ws.hand_misses(cpu[1])
-            for n in GRAPH_TOKENS:
+            for n in sorted({*GRAPH_TOKENS, min(limits.max_tokens, SMALL_TOKENS)}):
                 if 1 < n <= limits.max_tokens:
                     _step(forward, residency, n, 1)
             ws.hand_misses(None)

@@ -14,14 +14,14 @@ from engine.ops.cuda.several_jobs import SeveralJobs
 from engine.ops.jobs import MAX_RECORDS
 from engine.placing.division import Costs, divide
 from engine.placing.long_misses import LongGate, LongTally
-from engine.placing.misses import IDLE_STEPS, IDLE_TIMES, LAYER_US, LEAST_GAIN, RETRY_S
+from engine.placing.misses import IDLE_STEPS, IDLE_TIMES, LAYER_US, LEAST_GAIN, MOST_TAKEN, RETRY_S
 
 AWAKE_S = 0.05  # that threads look for work behind such a step: it may take that long, where much misses
 WINDOW_JOBS = 256  # after which what came of them is looked at: some steps
 # After a window, and so many steps, of which some are under way when the table changes, the CPU gets more where layers
 # waited for its answers for less than that part of what PCIe takes for an expert, and less where they waited for longer
-# than the other; by so much, within so much of what was measured.
-FOLLOW_STEPS, SHORT_WAIT, LONG_WAIT = 8, 0.1, 0.5
+# than the other, or more jobs than that part were taken back; by so much, within so much of what was measured.
+FOLLOW_STEPS, SHORT_WAIT, LONG_WAIT, FEW_TAKEN = 8, 0.1, 0.5, 0.05
 FASTER, SLOWER, MOST_DRIFT = 0.95, 1.1, 3.0
 GAIN = 0.5  # of what PCIe takes for an expert, as a rule, where the CPU computes it: the other side works meanwhile
 
@@ -37,11 +37,11 @@ class SeveralMisses:
 
     def __init__(self, jobs: SeveralJobs, costs: Costs, n_layers: int) -> None:
         self.jobs = jobs
-        self.gate = LongGate(costs.pcie_us, WINDOW_JOBS, "in time")
+        self.gate = LongGate(costs.pcie_us, WINDOW_JOBS, MOST_TAKEN, "claimed in time")
         self.table, self._costs, self._rate = divided(costs), costs, 1.0
         self.is_on = any(self.table)
         self._gain_us, self._least_us = GAIN * costs.pcie_us, LAYER_US * n_layers * IDLE_STEPS
-        self._crowded_until_s = 0.0
+        self._crowd, self._crowded_until_s, self._n_crowds = "", 0.0, 0
         self._is_idle, self._steps, self._idle_from = False, 0, LongTally()
         self._followed, self._followed_steps = LongTally(), 0
         jobs.divide(self.table)
@@ -56,7 +56,8 @@ class SeveralMisses:
             return
         now_s = time.monotonic()
         if crowd and self.is_on:
-            self._crowded_until_s = now_s + RETRY_S[0]
+            self._crowd, self._crowded_until_s = crowd, now_s + RETRY_S[min(self._n_crowds, len(RETRY_S) - 1)]
+            self._n_crowds += 1
             _log.warning("experts of shared steps on the CPU are off: %s", crowd, extra={"reason": "cpu_experts"})
         if self.gate.look(self.jobs.tally, now_s):
             if self.gate.state == "on":
@@ -68,7 +69,12 @@ class SeveralMisses:
             self.jobs.cpu.pool.wake(AWAKE_S)
         self._follow()
         self._look_idle()
-        self.is_on = self.gate.state == "on" and not self._is_idle and now_s >= self._crowded_until_s
+        if self._crowd and now_s >= self._crowded_until_s:
+            self._crowd = ""
+        was_on, self.is_on = self.is_on, self.gate.state == "on" and not self._is_idle and not self._crowd
+        if self.is_on and not was_on:  # what was seen before says nothing of what comes
+            self._steps, self._idle_from = 0, self.jobs.tally
+            self._followed, self._followed_steps = self.jobs.tally, 0
 
     def _follow(self) -> None:
         """Let the table follow what layers waited: experts were measured one token's, a few at once, on idle cores."""
@@ -78,7 +84,8 @@ class SeveralMisses:
             return
         self._followed, self._followed_steps = self.jobs.tally, 0
         wait = new.waited_us / max(1, new.layers) / self._costs.pcie_us
-        change = SLOWER if wait > LONG_WAIT or new.taken > new.done else FASTER if wait < SHORT_WAIT else 1.0
+        is_late = wait > LONG_WAIT or new.taken > FEW_TAKEN * (new.done + new.taken)
+        change = SLOWER if is_late else FASTER if wait < SHORT_WAIT else 1.0
         rate = min(max(self._rate * change, 1 / MOST_DRIFT), MOST_DRIFT)
         if rate == self._rate:
             return
@@ -102,12 +109,22 @@ class SeveralMisses:
             self._is_idle = self.is_on and new.done * self._gain_us - new.waited_us < self._least_us
         self._steps, self._idle_from = 0, self.jobs.tally
 
+    @property
+    def _state(self) -> tuple[str, str]:
+        if not any(self.table):
+            return "off for good", "PCIe alone is as fast"
+        if self.gate.state != "on":
+            return self.gate.state, self.gate.why
+        if self._crowd:
+            return "off", self._crowd
+        return ("idle", "too little misses") if self._is_idle else ("on", "")
+
     def stats(self) -> dict[str, Any]:
         """Counters since the start."""
-        tally, state = self.jobs.tally, self.gate.state
+        tally, (state, why) = self.jobs.tally, self._state
         return {
-            "state": "idle" if state == "on" and self._is_idle else state,
-            "why": self.gate.why,
+            "state": state,
+            "why": why,
             "layers": tally.layers,
             "computed": tally.done,
             "taken_back": tally.taken,

@@ -95,13 +95,18 @@ class StepResult:
         if self._brought is not None:
             if not self.is_waited_for:
                 self._device.synchronize()
-            return self._brought[:, : self._T]
-        return np.asarray(self._device.read(self._buffers.experts))[:, : self._T]
+            experts = self._brought
+        else:
+            experts = np.asarray(self._device.read(self._buffers.experts))
+        self._check()
+        return experts[:, : self._T]
 
     @property
     def weights(self) -> F32:
         """Their weights."""
-        return np.asarray(self._device.read(self._buffers.weights))[:, : self._T]
+        weights = np.asarray(self._device.read(self._buffers.weights))
+        self._check()
+        return weights[:, : self._T]
 
     @property
     def hidden(self) -> F32 | None:
@@ -109,6 +114,7 @@ class StepResult:
         if self._buffers.hidden is None:
             return None
         self._device.synchronize()
+        self._check()
         return self._buffers.hidden
 
     @property
@@ -130,7 +136,9 @@ class StepResult:
     @property
     def residual(self) -> F32:
         """The residual that leaves the last layer."""
-        return np.asarray(self._device.read(self._buffers.x))[: self._T]
+        residual = np.asarray(self._device.read(self._buffers.x))
+        self._check()
+        return residual[: self._T]
 
 
 class Graphs:

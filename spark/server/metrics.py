@@ -113,8 +113,9 @@ class _Daemon(Collector):
                 handed.add_metric([outcome], cpu[outcome])
             text = "Seconds that layers waited for experts of the CPU."
             waited = CounterMetricFamily("spark_expert_wait_seconds", text, value=cpu["waited_s"])
-            text = "1 while missed experts are handed to the CPU."
-            made += [handed, waited, GaugeMetricFamily("spark_expert_jobs_on", text, value=cpu["state"] == "on")]
+            text = "1 while missed experts are handed to the CPU, of steps of one token or of several."
+            is_on = cpu["state"] == "on" or (cpu.get("several") or {}).get("state") == "on"
+            made += [handed, waited, GaugeMetricFamily("spark_expert_jobs_on", text, value=is_on)]
         guesses = self.stats.get("guesses")
         if isinstance(guesses, Mapping) and guesses:
             text = "Missed experts that were guessed before their layer asked: missed indeed, or not."

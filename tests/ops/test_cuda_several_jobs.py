@@ -139,6 +139,8 @@ def test_an_inactive_step_hands_nothing_over(device: Any) -> None:
         run(layer, jobs, 3)
         before = jobs.cpu.counts()["jobs"]
         layer.ws.active_step = device.upload(np.zeros(1, np.int32))
+        posted = jobs.cpu._records.view(np.uint64).reshape(MAX_RECORDS, -1)[:, :24].copy()  # all but the CPU's line
         jobs.cpu.pool.wake()
         layer.idle(3)
-        assert jobs.cpu.counts()["jobs"] == before
+        assert jobs.cpu.counts()["jobs"] == before and device.read(jobs.words)[5] == 0
+        assert (jobs.cpu._records.view(np.uint64).reshape(MAX_RECORDS, -1)[:, :24] == posted).all()

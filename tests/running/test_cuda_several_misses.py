@@ -7,18 +7,21 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from engine.ground import cores
 from engine.ground.cores import Cores
 from engine.ground.errors import DeviceLostError
-from engine.ground.protocol import Event, Generate, Tokens
+from engine.ground.protocol import Done, Event, Generate, Tokens
 from engine.ops.jobs import MAX_RECORDS
 from engine.placing.division import Costs
 from engine.placing.long_misses import LongTally
 from engine.placing.misses import IDLE_STEPS, IDLE_TIMES, RETRY_S
 from engine.running import misses, several_misses
 from engine.running.several_misses import FOLLOW_STEPS, WINDOW_JOBS, SeveralMisses, divided
+from engine.running.stepping import Span
+from engine.running.together import Together
 from engine.serving.scheduler import Engine
 from tests.engine_runs import PROMPT, config
 from tests.running.test_cuda_misses import COSTS, SAMPLED, pool_of, were_planned
@@ -129,6 +132,45 @@ def test_an_answer_that_never_comes_ends_all(model: Path, monkeypatch: pytest.Mo
     engine.close()
 
 
+@on_the_device
+@pytest.mark.slow
+def test_the_last_shared_step_is_checked_before_its_tokens_are_told(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """When no further step is enqueued that would look."""
+    engine = opened(model)
+    accept = Together._accept
+
+    def fail_late(self: Together) -> bool:
+        if all(self._drawn >= row.limit for row in self._rows):
+            several_of(engine).jobs.cpu._board[0] = 7
+        return accept(self)
+
+    monkeypatch.setattr(Together, "_accept", fail_late)
+    for i in range(2):
+        engine.submit(Generate(i, tuple(PROMPT[: 9 + i].tolist()), 4, SAMPLED, ()))
+    ended: list[Event] = []
+    with pytest.raises(DeviceLostError, match="job 7"):
+        while engine.busy:
+            ended += [e for e in engine.step() if isinstance(e, Done)]
+    assert not ended
+    engine.close()
+
+
+@on_the_device
+@pytest.mark.slow
+def test_what_a_step_computed_is_not_told_where_it_failed(model: Path) -> None:
+    engine = opened(model)
+    sequence = engine.loaded.kv.sequence()
+    span = Span(sequence, PROMPT[:6].astype(np.int32), np.ones(6, np.bool_), (5,))
+    result = engine.loaded.steps.run([span])
+    several_of(engine).jobs.cpu._board[0] = 3
+    for read in ("logits", "residual", "last_residual", "experts", "weights"):
+        with pytest.raises(DeviceLostError, match="job 3"):
+            getattr(result, read)
+    engine.close()
+
+
 class Said:
     """Stands for SeveralJobs and its threads: the host's side alone."""
 
@@ -179,6 +221,16 @@ def test_the_table_follows_what_layers_wait() -> None:
     assert several._rate == pytest.approx(1 / 3)
 
 
+def test_jobs_that_are_taken_back_give_the_cpu_less() -> None:
+    jobs: Any = Said()
+    several = SeveralMisses(jobs, WORTH_IT, n_layers=2)
+    for _ in range(3):
+        jobs.went(WINDOW_JOBS, taken=WINDOW_JOBS // 10)
+        for _ in range(FOLLOW_STEPS):
+            several.begin()
+    assert several.is_on and jobs.table[40] < divided(WORTH_IT)[40]
+
+
 def test_it_is_idle_where_hardly_anything_is_handed_over(monkeypatch: pytest.MonkeyPatch) -> None:
     jobs: Any = Said()
     several = SeveralMisses(jobs, WORTH_IT, n_layers=48)
@@ -220,4 +272,14 @@ def test_what_loses_or_is_crowded_is_off_for_a_while(
     now_s[0] += 1
     several.begin()
     assert several.is_on
-    assert [getattr(r, "reason", "") for r in caplog.records if r.levelname == "WARNING"] == ["cpu_experts"] * 2
+    several.begin("others have their cores")  # again: for longer
+    now_s[0] += RETRY_S[0]
+    several.begin()
+    assert not several.is_on and several.stats()["why"] == "others have their cores"
+    now_s[0] += RETRY_S[1] - RETRY_S[0]
+    several.begin()
+    assert several.is_on
+    assert [getattr(r, "reason", "") for r in caplog.records if r.levelname == "WARNING"] == ["cpu_experts"] * 3
+    jobs.went(2 * WINDOW_JOBS // 3, taken=WINDOW_JOBS // 3 + 1)
+    several.begin()
+    assert not several.is_on and "were not claimed in time" in several.stats()["why"]
