@@ -100,6 +100,7 @@ def test_drafts_change_no_token(residency: int) -> None:
     loaded.close()
 
 
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize(("arch", "residency"), [("qwen35", 100), ("qwen35moe", 40)])
 def test_what_is_under_way_changes_no_token(monkeypatch: pytest.MonkeyPatch, arch: str, residency: int) -> None:
     """Steps are enqueued behind drafts that nobody has waited for: the block's own, and some that are right.

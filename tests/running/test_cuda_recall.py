@@ -36,6 +36,7 @@ def both(engine: Engine) -> dict[int, tuple[list[int], dict[str, Any] | None]]:
     return {e.id: (tokens[e.id], e.usage.recall) for e in events if isinstance(e, Done)}
 
 
+@pytest.mark.timeout(600)
 def test_nothing_but_the_sequence_decides() -> None:
     """Ahead of the host and together, with drafts and at a low residency; near what the host reads."""
     plain = opened(model("qwen3moe"), "cuda", "auto", kv_recall_blocks=0)
