@@ -17,7 +17,7 @@ from io import BufferedReader
 from pathlib import Path
 from typing import IO
 
-from engine.ground.errors import SparkError
+from engine.ground.errors import SparkError, UsageError
 
 _STALE_S = 60.0  # a temporary file that is older, and that nobody holds, is of a process that was killed
 _LOOK_S = 0.02  # between two looks at a file that others hold
@@ -123,6 +123,28 @@ def hold(path: Path, *, alone: bool, patience_s: float = 0.0) -> IO[bytes] | Non
         except OSError:
             file.close()
             return None
+
+
+@contextlib.contextmanager
+def alone(path: Path, busy: str) -> Iterator[None]:
+    """Hold a file of no contents for the block, where the file system has locks; it goes with the block.
+
+    Raises UsageError, which says `busy`, where another process holds it, and what `hold` does else.
+    """
+    try:
+        while (held := hold(path, alone=True)) is not None:
+            with contextlib.suppress(FileNotFoundError):
+                if path.stat().st_ino == os.fstat(held.fileno()).st_ino:
+                    break
+            held.close()  # whoever held it before has just removed it
+    except BlockingIOError:
+        raise UsageError(busy, hint="wait for its end, or write somewhere else") from None
+    try:
+        yield
+    finally:
+        path.unlink(missing_ok=True)
+        if held is not None:
+            held.close()
 
 
 @contextlib.contextmanager

@@ -30,6 +30,7 @@ from engine.formats.profile import Choice, Counted, Profile
 from engine.formats.trace import RoutingTrace, estimate_bytes, iter_parts, n_parts, part_paths
 from engine.ground.config import EngineConfig
 from engine.ground.errors import FileFormatError, SparkError, UsageError
+from engine.ground.files import alone
 from engine.placing import evidence
 from spark import storage
 from spark.console import note
@@ -231,18 +232,19 @@ def calibrate(
     opening: who counts. Raises what the token file, the model or the daemon are refused for; whatever ends the run
     early, Ctrl-C included, what was counted is in the checkpoint.
     """
-    _refuse(options)
-    with opened(config.model, options.tokens, progress) as file:
-        if options.trace is not None:
-            where = f" in {options.trace_dir} until it is sent" if options.trace_url and not options.staged else ""
-            note(f"the trace takes up to {_trace_bytes(config.model, file, options) / 2**20:,.0f} MiB{where}")
-        try:
-            return _calibrate(config, options, file, deadlines, progress, opening)
-        finally:
-            if not partial_path(options.out).exists():  # without a checkpoint nothing can go on from it
-                shutil.rmtree(routing_path(options.out), ignore_errors=True)
-                if options.trace_url and options.trace_dir is not None:
-                    shutil.rmtree(options.trace_dir, ignore_errors=True)
+    with alone(options.out.with_name(f"{options.out.name}.partial.lock"), f"another calibration makes {options.out}"):
+        _refuse(options)
+        with opened(config.model, options.tokens, progress) as file:
+            if options.trace is not None:
+                where = f" in {options.trace_dir} until it is sent" if options.trace_url and not options.staged else ""
+                note(f"the trace takes up to {_trace_bytes(config.model, file, options) / 2**20:,.0f} MiB{where}")
+            try:
+                return _calibrate(config, options, file, deadlines, progress, opening)
+            finally:
+                if not partial_path(options.out).exists():  # without a checkpoint nothing can go on from it
+                    shutil.rmtree(routing_path(options.out), ignore_errors=True)
+                    if options.trace_url and options.trace_dir is not None:
+                        shutil.rmtree(options.trace_dir, ignore_errors=True)
 
 
 def _refuse(options: CalibrateOptions) -> None:

@@ -30,6 +30,7 @@ from tests.command_line import (
     environment,
     explained,
     none_left,
+    refused,
     spark,
     started,
     until,
@@ -170,6 +171,25 @@ def test_no_daemon_outlives_a_killed_command(data: Path, tmp_path: Path, name: s
     status, _, daemons = cut_short(name, data, tmp_path, signal.SIGKILL)
     assert status == -signal.SIGKILL and len(daemons) == 1
     assert none_left(daemons)
+
+
+def test_of_two_calibrations_for_one_profile_the_second_is_refused(data: Path, tmp_path: Path) -> None:
+    """They would write one checkpoint, and choose by each other's routing; a killed one keeps nobody away."""
+    command = ("calibrate", NANO, data / "train.parquet", "--out", "p.csv")
+    partial = tmp_path / "p.csv.partial"
+    with started(*command, cwd=tmp_path, tmp=tmp_path) as process:
+        until(partial.exists, process)
+        for resume in ([], ["--resume"]):
+            said = refused(*command, *resume, "--max-tokens", "500", cwd=tmp_path, status=2)
+            assert "another calibration makes p.csv" in said and "--resume" not in said
+        assert process.poll() is None
+        daemons = children(process)
+        process.kill()
+        process.wait()
+        assert none_left(daemons)
+    partial.unlink(missing_ok=True)
+    spark(*command, "--max-tokens", "3000", cwd=tmp_path)
+    assert {path.name for path in tmp_path.iterdir() if path.name.startswith("p.csv")} == {"p.csv"}
 
 
 @pytest.mark.slow

@@ -19,7 +19,7 @@ import pytest
 from engine.formats import profile as profiles
 from engine.formats.profile import Profile
 from engine.ground import files
-from engine.ground.errors import SparkError
+from engine.ground.errors import SparkError, UsageError
 from engine.ground.files import hold, open_regular, replacing, scratch
 from spark.pipeline.calibrate import partial_path
 from tests.command_line import LOGS, NANO, ROOT, SPARK, environment, explained, refused, spark, started, until
@@ -274,3 +274,33 @@ def test_a_lock_that_is_no_file_is_named(what: str, tmp_path: Path) -> None:
     found = "a folder" if what == "folder" else "no file"
     with pytest.raises(OSError, match=rf"its \.spark-lock is {found}; remove that"):
         hold(lock, alone=False)
+
+
+def test_a_file_is_held_by_one_and_goes_with_him(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "x.lock"
+    with files.alone(path, "busy"):
+        with pytest.raises(UsageError, match="busy"), files.alone(path, "busy"):
+            pass
+        assert path.exists()
+    assert not path.exists()
+    path.touch()  # of one that was killed
+    with files.alone(path, "busy"):
+        pass
+    assert not path.exists()
+    # Whoever held it removes it after we have opened it: another may make and hold a new one.
+    taken, n = files.hold, 0
+
+    def late(path: Path, **how: bool) -> object:
+        nonlocal n
+        n += 1
+        made = taken(path, **how)
+        if n < 3:
+            path.unlink()
+        return made
+
+    monkeypatch.setattr(files, "hold", late)
+    with files.alone(path, "busy"):
+        assert n == 3 and path.exists()
+    monkeypatch.setattr(files, "hold", lambda path, alone: None)  # a file system without locks
+    with files.alone(path, "busy"), files.alone(path, "busy"):
+        pass
