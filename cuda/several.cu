@@ -108,10 +108,6 @@ KERNEL __launch_bounds__(WARPS * WARP, PER_SM)
             tell_layer(several);
 #endif
         copy_downs(active, n_active_now, down_bytes, blockIdx.x, copiers);
-#if JOBS
-        if (threadIdx.x == 0 && n_jobs)
-            atomicMax(several + SEVERAL_OWN_NS, clock_ns());
-#endif
 #ifdef SHARED
         for (i32 t = blockIdx.x; t < n_tokens; t += copiers) {
             __syncthreads(); // of the row before
@@ -145,15 +141,10 @@ KERNEL __launch_bounds__(WARPS * WARP, PER_SM)
         } else if (threadIdx.x == 0) {
             // Claims are in order, so its bound begins when the one before it is claimed; nobody is there for it where that was
             // not.
-            const u64 begin = clock_ns();
             const LayerJob before(jobs, max(1, place - 1), several + SEVERAL_KNOWN);
             const bool is_hopeless = place > 1 && before.heard(-1) == SPARK_JOB_DECLINED;
             whose = await_claim(job.record, job.number, is_hopeless ? 0 : load_fresh(jobs + JOBS_BOUND_NS),
                                 load_fresh(jobs + JOBS_PATIENCE_NS));
-            if ((u64)place == load_fresh(several + SEVERAL_COUNT)) { // the layer's last: what it has waited all have
-                const u64 since = max(begin, load_fresh(several + SEVERAL_OWN_NS)), now = clock_ns();
-                atomicAdd(several + SEVERAL_WAITED_NS, now > since ? now - since : 0);
-            }
             if (whose == SPARK_JOB_DECLINED)
                 atomicAdd(several + SEVERAL_TAKEN, (u64)1);
             job.tell(whose);
@@ -170,13 +161,8 @@ KERNEL __launch_bounds__(WARPS * WARP, PER_SM)
     const u8* const gate =
         own_rows((const u8*)word_of(record, 0), gate_slot, (i64)row0 * GATE_BYTES, rows * GATE_BYTES);
     const u8* const up = own_rows((const u8*)word_of(record, 1), up_slot, (i64)row0 * UP_BYTES, rows * UP_BYTES);
-    if (gate_slot || up_slot) {
+    if (gate_slot || up_slot)
         __syncthreads();
-#if JOBS
-        if (threadIdx.x == 0)
-            atomicMax(several + SEVERAL_OWN_NS, clock_ns());
-#endif
-    }
 
     constexpr i32 STEPS = 2 * (32 / (WARPS * ROWS)); // ROWS rows of gate, the same of up, and so on
     u8* const stages = shared + 2 * warp * stage_bytes; // of gate's rows and of up's
@@ -251,18 +237,13 @@ KERNEL __launch_bounds__(WARPS * WARP, PER_SM)
 
 #if JOBS
 // What the CPU has computed of an expert, the block's rows, to y of its pairs; false: it was taken back. Where no answer
-// comes in time they become zeros, and a word says so. The first block asks, when the answer of the job before is known, so
-// that one asks at a time, and tells the others.
-DEVICE bool take_answer(i32 place, u64* jobs, u64* several, const Uses& uses, const i32* pairs, i32 D, float* y) {
-    const LayerJob job(jobs, place, several + SEVERAL_KNOWN);
+// comes in time they become zeros, and a word says so. The first block asks, and tells the others.
+DEVICE bool take_answer(const LayerJob& job, u64* jobs, u64* several, const Uses& uses, const i32* pairs, i32 D, float* y) {
     constexpr i32 MINE = WARPS * STAGES * ROWS;
     __shared__ i32 whose;
     if (threadIdx.x == 0) {
         whose = job.heard(-1);
         if (blockIdx.x == 0 && whose == SPARK_JOB_CLAIMED) {
-            const u64 begin = clock_ns();
-            if (place > 1)
-                LayerJob(jobs, place - 1, several + SEVERAL_KNOWN).heard(SPARK_JOB_CLAIMED);
             u64 waited_ns;
             const bool done = await_done(job.record, job.number, load_fresh(jobs + JOBS_PATIENCE_NS), waited_ns);
             if (!done) {
@@ -272,8 +253,7 @@ DEVICE bool take_answer(i32 place, u64* jobs, u64* several, const Uses& uses, co
             whose = done ? SPARK_JOB_DONE : NEVER_ANSWERED;
             job.tell(whose);
             atomicAdd(several + SEVERAL_DONE, (u64)done);
-            if (waited_ns && (u64)place == load_fresh(several + SEVERAL_COUNT)) // the last, so for the others, too
-                atomicAdd(several + SEVERAL_WAITED_NS, clock_ns() - begin);
+            atomicMax(several + SEVERAL_LONGEST, waited_ns);
         } else if (whose == SPARK_JOB_CLAIMED) {
             whose = job.heard(SPARK_JOB_CLAIMED);
         }
@@ -312,7 +292,7 @@ KERNEL __launch_bounds__(WARPS * WARP, PER_SM)
 #if JOBS
     if (const i32 place = (i32)(word_of(record, 7) >> 32); place > 0 && (i32)blockIdx.y < load_fresh(n_active)) {
         dependency_wait();
-        if (take_answer(place, jobs, several, uses, pairs, D, y))
+        if (take_answer({jobs, place, several + SEVERAL_KNOWN}, jobs, several, uses, pairs, D, y))
             return;
     }
 #endif

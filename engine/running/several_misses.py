@@ -20,7 +20,8 @@ AWAKE_S = 0.05  # that threads look for work behind such a step: it may take tha
 WINDOW_JOBS = 256  # after which what came of them is looked at: some steps
 # After a window, and so many steps, of which some are under way when the table changes, the CPU gets more where layers
 # waited for its answers for less than that part of what PCIe takes for an expert, and less where they waited for longer
-# than the other, or more jobs than that part were taken back; by so much, within so much of what was measured.
+# than the other part of what one takes on the faster side (claims are in order, so no more than the CPU's last expert
+# is waited for), or where more jobs than that were taken back; by so much, within so much of what was measured.
 FOLLOW_STEPS, SHORT_WAIT, LONG_WAIT, FEW_TAKEN = 8, 0.1, 0.5, 0.05
 FASTER, SLOWER, MOST_DRIFT = 0.95, 1.1, 3.0
 GAIN = 0.5  # of what PCIe takes for an expert, as a rule, where the CPU computes it: the other side works meanwhile
@@ -83,9 +84,10 @@ class SeveralMisses:
         if self._followed_steps < FOLLOW_STEPS or new.done + new.taken < WINDOW_JOBS:
             return
         self._followed, self._followed_steps = self.jobs.tally, 0
-        wait = new.waited_us / max(1, new.layers) / self._costs.pcie_us
-        is_late = wait > LONG_WAIT or new.taken > FEW_TAKEN * (new.done + new.taken)
-        change = SLOWER if is_late else FASTER if wait < SHORT_WAIT else 1.0
+        wait_us, pcie_us = new.waited_us / max(1, new.layers), self._costs.pcie_us
+        long_us = LONG_WAIT * min(pcie_us, self._rate * self._costs.of_cpu(1))
+        is_late = wait_us > long_us or new.taken > FEW_TAKEN * (new.done + new.taken)
+        change = SLOWER if is_late else FASTER if wait_us < SHORT_WAIT * pcie_us else 1.0
         rate = min(max(self._rate * change, 1 / MOST_DRIFT), MOST_DRIFT)
         if rate == self._rate:
             return

@@ -206,7 +206,7 @@ def test_the_table_follows_what_layers_wait() -> None:
     jobs: Any = Said()
     several = SeveralMisses(jobs, WORTH_IT, n_layers=2)
     shares = []
-    for waited_us in (0.0, 0.0, 0.0, 20.0, *[60.0] * 5):  # of a layer with a window of jobs
+    for waited_us in (0.0, 0.0, 0.0, 12.0, *[60.0] * 5):  # of a layer with a window of jobs
         jobs.went(WINDOW_JOBS, waited_us)
         for _ in range(FOLLOW_STEPS):
             several.begin()
