@@ -24,7 +24,7 @@ from engine.ground.sampling import Sampling
 from engine.ops.jobs import Jobs
 from engine.placing.division import COPY_US, Costs, divide
 from engine.placing.misses import FEW_JOBS, RETRY_S, Part, Table, Tally
-from engine.running import crowd, misses
+from engine.running import crowd, misses, several_misses
 from engine.running.loaded import load
 from engine.running.misses import CpuMisses
 from engine.serving.scheduler import Engine
@@ -56,6 +56,8 @@ def found(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(cores, "find", lambda **_: Cores((-1, -1), "2 cores"))
     monkeypatch.setattr(misses, "measure", lambda *_: COSTS)
     monkeypatch.setattr(misses, "SPIN_US", 3e5)  # emulated steps take long
+    # The rests of prompts, of several tokens, hand nothing over: they are test_cuda_several_misses.py.
+    monkeypatch.setattr(several_misses, "divided", lambda _: (0,))
     before = n_threads()
     yield
     assert n_threads() == before
