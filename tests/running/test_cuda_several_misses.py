@@ -23,8 +23,8 @@ from engine.running.several_misses import FOLLOW_STEPS, WINDOW_JOBS, SeveralMiss
 from engine.running.stepping import Span
 from engine.running.together import Together
 from engine.serving.scheduler import Engine
-from tests.engine_runs import PROMPT, config
-from tests.running.test_cuda_misses import COSTS, SAMPLED, pool_of, were_planned
+from tests.engine_runs import PROMPT
+from tests.running.test_cuda_misses import COSTS, SAMPLED, opened, pool_of, were_planned
 from tests.tiny_models import k_quant_mix, write_tiny
 from tests.uncrowded import leave_alone
 
@@ -43,11 +43,6 @@ def found(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(misses, "measure", lambda *_: COSTS)
     monkeypatch.setattr(several_misses, "AWAKE_S", 1.0)  # emulated steps take long
     yield
-
-
-def opened(model: Path, cpu: str = "auto", **options: Any) -> Engine:
-    more = {"policy": "uniform", "residency_pct": 30, "prefix_gib": 0.0, "draft": "off"} | options
-    return Engine(config(model, cpu_experts=cpu, **more))
 
 
 def told_by(engine: Engine, lengths: tuple[int, ...] = (9, 20, 15)) -> list[list[int]]:

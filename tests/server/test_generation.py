@@ -529,6 +529,9 @@ def test_experts_of_the_cpu_are_counted_where_there_are_any() -> None:
         "spark_expert_wait_seconds_total 0.25", "spark_expert_jobs_on 0.0",
     ):  # fmt: skip
         assert f"\n{line}\n" in text
+    for several, is_on in (("on", 1.0), ("idle", 0.0)):  # where one token's steps hand nothing over
+        text = Metrics().text({"cpu_experts": cpu | {"several": {"state": several}}}, True, 0, {}).decode()
+        assert f"\nspark_expert_jobs_on {is_on}\n" in text
     assert "spark_expert_jobs" not in Metrics().text({"cpu_experts": {}}, True, 0, {}).decode()
 
 
