@@ -5,7 +5,7 @@ from __future__ import annotations
 from benchmarks.markdown import Json, origin, table
 
 TEXT = """\
-A captured step of {layers} layers hands a job over in each (docs/cuda.md, "Experts that the CPU computes"): 2 KB of
+A captured step of {layers} layers hands a job over in each (docs/misses.md, "Experts that the CPU computes"): 2 KB of
 activations to the CPU, an answer back. *Hand-over*: from the post to when the kernel that folds has the answer, us,
 median and 99th percentile. *Longer*: a layer, than without. *Bare*: the fold follows the post; *as a layer*: work of
 14 us ahead and of 8 us between. *Busy*: 4 blocks read host memory meanwhile{rate}. {why}."""

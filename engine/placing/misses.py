@@ -27,7 +27,7 @@ MOST_DRIFT = 8.0  # of the CPU's rate, up or down, in one window: more is no dri
 BOUNDS = 2.0  # times what a claim may take until it is waited for no longer
 LEAST_BOUND_US = 10.0
 IDLE_STEPS = 16  # of one token, in which as much is to be gained as jobs take where nothing is handed over:
-LAYER_US = 0.6  # what kernels with jobs take longer, a layer (docs/cuda.md); else it is idle
+LAYER_US = 0.6  # what kernels with jobs take longer, a layer (docs/misses.md); else it is idle
 IDLE_TIMES = 15  # for as many times as many steps, of which those that try again are a sixteenth
 NEVER_S = float("inf")
 

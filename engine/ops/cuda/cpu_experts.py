@@ -1,6 +1,6 @@
 """Experts of one token's step that the CPU computes beside the GPU: memory that both see, and the threads.
 
-docs/cuda.md, "Experts that the CPU computes". `route` says which, `gate_up` hands them over or takes them back,
+docs/misses.md, "Experts that the CPU computes". `route` says which, `gate_up` hands them over or takes them back,
 `down_one` folds what comes; kernels: jobs.cuh, route.cu, experts.cu.
 """
 

@@ -1,8 +1,8 @@
 """Experts that are guessed and brought before their layer asks, beside the layers before: kernels, and landing slots.
 
-docs/cuda.md, "Guessed experts". `ahead` begins a layer's guesses beside the main stream, the layer's first product says
-that they can be made, `route` and `gate_up` meet them (landing.cuh), `join` lets the main stream wait for what is under
-way. Kernels: landing.cu, product.cu, route.cu, experts.cu.
+docs/misses.md, "Guessed experts". `ahead` begins a layer's guesses beside the main stream, the layer's first product
+says that they can be made, `route` and `gate_up` meet them (landing.cuh), `join` lets the main stream wait for what is
+under way. Kernels: landing.cu, product.cu, route.cu, experts.cu.
 """
 
 from __future__ import annotations

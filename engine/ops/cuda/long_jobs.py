@@ -1,6 +1,6 @@
 """Missed experts of steps of 33 to 128 tokens: the CPU's threads take them from one end, PCIe brings the others.
 
-docs/cuda.md, "Experts that the CPU computes". The ring, its numbers and its threads are those of cpu_experts.py; the
+docs/misses.md, "Experts that the CPU computes". The ring, its numbers and its threads are those of cpu_experts.py; the
 kernels are long_jobs.cu. A layer:
 
     choose - advance, which writes `source` - share - the FFN of the experts that have a source - collect - fold - fill

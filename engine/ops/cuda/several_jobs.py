@@ -1,6 +1,6 @@
 """Missed experts of steps of 2 to 32 tokens that the CPU computes beside the GPU: memory that both see.
 
-docs/cuda.md, "Jobs of steps of several tokens". The ring, its numbers and its threads are those of cpu_experts.py.
+docs/misses.md, "Jobs of steps of several tokens". The ring, its numbers and its threads are those of cpu_experts.py.
 `route` says which, `gate_up_several` hands them over or takes them back, `down_several` puts what comes where the GPU's
 results are; kernels: several_jobs.cuh, route.cu, several.cu.
 """
