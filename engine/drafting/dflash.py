@@ -21,7 +21,7 @@ from engine.drafting.drafter import DrafterConfig, DrafterWeights
 from engine.drafting.source import Draft, Promise
 from engine.formats.quants import QTensor
 from engine.models.scaling import scaled_rope_table
-from engine.ops import F32, KV_BLOCK_TOKENS, AttentionInput, KVLayer, Limits
+from engine.ops import F32, KV_BLOCK_TOKENS, SMALL_TOKENS, AttentionInput, KVLayer, Limits
 from engine.ops.device import Array, Memory
 from engine.ops.interface import Ops, Workspace
 
@@ -33,17 +33,24 @@ FEED_TOKENS = 64  # positions whose features become keys and values in one step
 
 @dataclass(slots=True, eq=False)
 class Ring:
-    """What a drafter keeps of one reply: keys and values of each layer, the last positions of them.
+    """What a drafter keeps of one reply: keys and values of the last positions, in a part of each layer's cache.
 
-    first, end: positions whose features are there. top: one more than the largest that was written, blocks included:
-    it says what has been written over. waiting: room for features [n, FEED_TOKENS, D] of which nothing was made yet.
+    number: of the part. waiting: room for features [n, FEED_TOKENS, D] of which nothing was made yet. first, end:
+    positions whose features are there. top: one more than the largest that was written, blocks included: it says what
+    has been written over. base: the position that lies at the part's beginning. Attention counts from there, so it
+    needs no window for what is not there before it: on a device each window is a kernel of its own.
     """
 
-    layers: tuple[KVLayer, ...]
+    number: int
     waiting: Array
     first: int = 0
     end: int = 0
     top: int = 0
+    base: int = 0
+
+    def begin(self, position: int) -> None:
+        """Forget all that is there; what comes begins at a position."""
+        self.base = self.first = self.end = self.top = position
 
 
 def drafter_limits(config: DrafterConfig, n_vocab: int, n_ctx: int) -> Limits:
@@ -94,17 +101,14 @@ class Drafter:
         # A block of the ring may hold the end of one logical block and the beginning of another, which no window sees.
         self._n_blocks = -(-(reach + B) // KV_BLOCK_TOKENS)
         self.ring_tokens = self._n_blocks * KV_BLOCK_TOKENS
-        shape = (self.ring_tokens, c.n_head_kv, c.head_dim)
-        self._rings = [
-            Ring(
-                tuple(KVLayer(device.empty(shape, np.float16), device.empty(shape, np.float16)) for _ in c.reach),
-                device.empty((len(weights.fc), FEED_TOKENS, weights.fc[0].shape[1]), np.float32),
-            )
-            for _ in range(n_rings)
-        ]
+        shape = (n_rings * self.ring_tokens, c.n_head_kv, c.head_dim)
+        self._layers = tuple(KVLayer(device.empty(shape, np.float16), device.empty(shape, np.float16)) for _ in c.reach)
+        waiting = len(weights.fc), FEED_TOKENS, weights.fc[0].shape[1]
+        self._rings = [Ring(i, device.empty(waiting, np.float32)) for i in range(n_rings)]
         self._taken: list[Ring] = []
         n_logical = -(-(n_ctx + B) // KV_BLOCK_TOKENS)
-        self._table = device.upload((np.arange(n_logical, dtype=np.int32) % self._n_blocks)[None])
+        firsts = self._n_blocks * np.arange(n_rings, dtype=np.int32)
+        self._table = device.upload(firsts[:, None] + np.arange(n_logical, dtype=np.int32) % self._n_blocks)
         self._rope = device.upload(scaled_rope_table(n_ctx + B, c.n_rot, c.rope_base, c.scaling))
         width = c.n_head * c.head_dim
         self._fused = device.empty((T, c.n_embd), np.float32)
@@ -116,18 +120,18 @@ class Drafter:
         self._positions, self._slots = (device.empty(T, np.int32) for _ in range(2))
         self._tokens, self._seen = (device.empty(B, np.int32) for _ in range(2))
         self._places: dict[int, tuple[Array, Array]] = {}  # positions and slots of n tokens
-        self._sequence = device.upload(np.zeros(B, np.int32))
+        self._sequence = device.empty(B, np.int32)
         self._rows = device.upload(np.arange(1, B, dtype=np.int32))
 
     @property
     def nbytes(self) -> int:
         """Bytes of rings, tables and buffers."""
-        every = (*self._rings, *self._taken)
-        rings = [a for r in every for a in (r.waiting, *(kv for layer in r.layers for kv in (layer.k, layer.v)))]
+        rings = [ring.waiting for ring in (*self._rings, *self._taken)]
+        layers = [array for layer in self._layers for array in (layer.k, layer.v)]
         own = (
             self._table, self._rope, self._fused, self._unread, self._x, self._h, self._q, self._attended, self._logits
         )  # fmt: skip
-        return sum(int(a.nbytes) for a in (*rings, *own))
+        return sum(int(a.nbytes) for a in (*rings, *layers, *own))
 
     def ring(self) -> Ring | None:
         """A ring without any features, or None where all are taken."""
@@ -135,13 +139,23 @@ class Drafter:
             return None
         ring = self._rings.pop()
         self._taken.append(ring)
-        ring.first = ring.end = ring.top = 0
+        ring.begin(0)
         return ring
 
     def give_back(self, ring: Ring) -> None:
         """The reply of a ring has ended."""
         self._taken.remove(ring)
         self._rings.append(ring)
+
+    def rehearse(self) -> None:
+        """Steps of every kind, of features that mean nothing, so that whatever they launch is compiled."""
+        ring = self.ring()
+        assert ring is not None, "replies have all rings"
+        for n in (1, 2, SMALL_TOKENS // 2, SMALL_TOKENS, FEED_TOKENS):
+            self.feed(ring, ring.waiting[:, :n], 0)
+        for n in {1, self.config.block_tokens - 1}:
+            self.logits(ring, 0, n)
+        self.give_back(ring)
 
     def close(self) -> None:
         """Release the workspace."""
@@ -159,31 +173,45 @@ class Drafter:
         taken back.
         """
         T = len(features[0])
-        start = max(0, T - self.ring_tokens)  # of more than a ring holds, the last
-        if start or not ring.first < position <= ring.end:  # nothing of what is there comes before
-            ring.first = ring.top = position + start
-        ring.end = position + T
+        start = self._goes_on(ring, position, T)
         step = self._ws.limits.max_tokens
         for a in range(start, T, step):
-            self._keep(ring, [feature[a : min(a + step, T)] for feature in features], position + a)
+            n = min(step, T - a)
+            self._place(ring, position + a, n)
+            self._keep([feature[a : a + n] for feature in features])
         self._written(ring, position + T)
 
-    def _keep(self, ring: Ring, features: Sequence[Array], position: int) -> None:
-        """One step of `feed`."""
+    def feed_waiting(self, ring: Ring, n: int, position: int) -> None:
+        """`feed` of the first n features that wait."""
+        self.feed(ring, ring.waiting[:, :n], position)
+
+    def _goes_on(self, ring: Ring, position: int, T: int) -> int:
+        """Say that features of T positions come; how many of them are too many."""
+        start = max(0, T - self.ring_tokens)  # of more than a ring holds, the last
+        if start or not ring.first < position <= ring.end:  # nothing of what is there comes before
+            ring.begin(position + start)
+        ring.end = position + T
+        return start
+
+    def _keep(self, features: Sequence[Array] | Array) -> None:
+        """Keys and values of features, [n, D] of each captured layer, where `_place` has said."""
         c, ops, ws, n = self.config, self._ops, self._ws, len(features[0])
         fused, unread = self._fused[:n], self._unread[:n]
-        self._place(position, n)
         for k, (matrix, feature) in enumerate(zip(self._weights.fc, features, strict=True)):
             ops.attention_output(ws, feature, matrix, fused, add=k > 0)
-        for context, kv in zip(self._contexts, ring.layers, strict=True):
+        for context, kv in zip(self._contexts, self._layers, strict=True):
             ops.attention_input(ws, fused, context, c.eps, self._rope, self._positions[:n], kv, self._slots[:n], unread)
 
-    def _place(self, position: int, n: int) -> None:
-        """Positions and slots of n tokens from a position on, to the device."""
-        if n not in self._places:
-            self._places[n] = self._positions[:n], self._slots[:n]
-        at, positions = self._places[n], np.arange(position, position + n, dtype=np.int32)
-        self._ws.feed([(at[0], positions), (at[1], (positions % self.ring_tokens).astype(np.int32))])
+    def _place(self, ring: Ring, position: int, n: int, n_rows: int = 0) -> None:
+        """Positions and slots of n tokens, to the device; rows beyond, up to n_rows of them, are stored nowhere."""
+        n_rows = max(n, n_rows)
+        if n_rows not in self._places:
+            self._places[n_rows] = self._positions[:n_rows], self._slots[:n_rows]
+        positions = np.minimum(np.arange(position, position + n_rows), position + n - 1).astype(np.int32)
+        slots = (ring.number * self.ring_tokens + (positions - ring.base) % self.ring_tokens).astype(np.int32)
+        slots[n:] = -1
+        at = self._places[n_rows]
+        self._ws.feed([(at[0], positions), (at[1], slots)])
 
     def _written(self, ring: Ring, end: int) -> None:
         ring.top = max(ring.top, end)
@@ -191,28 +219,62 @@ class Drafter:
 
     def draft(self, ring: Ring, token: int, most: int) -> tuple[int, ...]:
         """At most `most` tokens behind `token`, which stands where the features end; none where there are none."""
-        n = min(most, self.config.block_tokens - 1)
-        if n < 1 or ring.first >= ring.end or ring.end >= self.n_ctx:
+        n = self._room(ring, most)
+        if n < 1:
             return ()
         rows = np.asarray(self._device.read(self.logits(ring, token, n))).argmax(axis=1)
-        d2t = self._weights.d2t
-        return tuple(int(i) if d2t is None else d2t[i] for i in rows)
+        return self._of_target(rows.tolist())
+
+    def drafted(self, ring: Ring, token: int, most: int) -> Draft | None:
+        """The same as a draft; None where there is none."""
+        tokens = self.draft(ring, token, most)
+        return Draft(NAME, 0, tokens) if tokens else None
 
     def logits(self, ring: Ring, token: int, n: int) -> F32:
         """What the head says of the first n masks of a block behind the features, [n, rows of the head]."""
-        c, ops, ws, w, B = self.config, self._ops, self._ws, self._weights, self.config.block_tokens
-        start, end = ring.end, ring.end + B
+        self._begin(ring, token)
+        known = [min(reach, ring.end - ring.first + 1) for reach in self.config.reach]
+        end = ring.end - ring.base + self.config.block_tokens
+        logits = self._block(n, self.config.reach if self._sees_all(ring) else known, end)
+        self._written(ring, ring.end + self.config.block_tokens)
+        return logits
+
+    def _room(self, ring: Ring, most: int) -> int:
+        """How many tokens can be drafted, of so many at most."""
+        n = min(most, self.config.block_tokens - 1)
+        return n if ring.first < ring.end < self.n_ctx else 0
+
+    def _sees_all(self, ring: Ring) -> bool:
+        """Whether a block's windows hold nothing that was written over; where tokens were taken back they may."""
+        return ring.first == ring.base or ring.end - ring.first + 1 >= max(self.config.reach)
+
+    def _of_target(self, ids: Sequence[int]) -> tuple[int, ...]:
+        """Tokens of the target that rows of the head stand for."""
+        d2t = self._weights.d2t
+        return tuple(ids) if d2t is None else tuple(d2t[i] for i in ids)
+
+    def _begin(self, ring: Ring, token: int) -> None:
+        """What a block's kernels read: tokens, positions, places."""
+        c, B = self.config, self.config.block_tokens
         tokens = np.full(B, c.mask_token, np.int32)
         tokens[0] = token
-        self._place(start, B)
-        seen = np.arange(start, end, dtype=np.int32) if c.causal else np.full(B, end - 1, np.int32)
-        ws.feed([(self._tokens, tokens), (self._seen, seen)])
+        self._place(ring, ring.end, B)
+        start = ring.end - ring.base
+        seen = np.arange(start, start + B) if c.causal else np.full(B, start + B - 1)
+        sequence = np.full(B, ring.number, np.int32)
+        self._ws.feed([(self._tokens, tokens), (self._seen, seen.astype(np.int32)), (self._sequence, sequence)])
+
+    def _block(self, n: int, reach: Sequence[int], end: int) -> F32:
+        """A block through all layers, and the head of its first n masks.
+
+        reach: positions that each layer sees. end: of the block, from the ring's base, which long blocks need.
+        """
+        c, ops, ws, w, B = self.config, self._ops, self._ws, self._weights, self.config.block_tokens
         positions, slots = self._positions[:B], self._slots[:B]
         ops.embed(ws, self._token_embd, self._tokens, self._x, scale=c.embed_scale)
-        for layer, kv, reach in zip(w.layers, ring.layers, c.reach, strict=True):
+        for layer, kv, known in zip(w.layers, self._layers, reach, strict=True):
             inputs = layer.attention.inputs
             ops.attention_input(ws, self._x, inputs, c.eps, self._rope, positions, kv, slots, self._q)
-            known = min(reach, start - ring.first + 1) if ring.first else reach
             # A query that sees all of the block begins where its first one does: that much more in all.
             window = known if c.causal else known + B - 1
             ops.attention(
@@ -231,7 +293,6 @@ class Drafter:
             ops.attention_output(ws, self._attended, layer.attention.wo, self._x)
             ops.norm(ws, self._x, layer.ffn_norm, c.eps, self._h)
             ops.dense_ffn(ws, self._h, layer.ffn.gate, layer.ffn.up, layer.ffn.down, self._x)
-        self._written(ring, end)
         logits: F32 = self._logits[:n]
         ops.head(ws, self._x, self._rows[:n], w.output_norm, c.eps, self._output, logits)
         return logits
@@ -263,7 +324,7 @@ class DFlash:
 
     def _feed_waiting(self) -> None:
         if self._n:
-            self._drafter.feed(self._ring, self._ring.waiting[:, : self._n], self._at)
+            self._drafter.feed_waiting(self._ring, self._n, self._at)
             self._n = 0
 
     def promise(self, history: Sequence[int], most: int, least: float = 0.0) -> Promise | None:
@@ -278,8 +339,7 @@ class DFlash:
     def draft(self, n_tokens: int) -> Draft | None:
         """As `Source.draft`."""
         self._feed_waiting()
-        tokens = self._drafter.draft(self._ring, self._token, n_tokens)
-        return Draft(NAME, 0, tokens) if tokens else None
+        return self._drafter.drafted(self._ring, self._token, n_tokens)
 
     def close(self) -> None:
         """As `Source.close`."""

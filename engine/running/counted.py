@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 
-from engine.drafting.dflash import FEED_TOKENS, Drafter
 from engine.drafting.drafter import DrafterFile
 from engine.memory.kv import KVCache
 from engine.memory.residency import Piece, Progress, Residency, largest_parts, slot_bytes
@@ -122,7 +121,7 @@ def count(
     made = None
     if drafter is not None:
         placed(drafter.weights, dense.upload)
-        made = lay_out(drafter, forward, lambda limits: ops.workspace(limits, device))
+        made = lay_out(drafter, forward, lambda limits: ops.workspace(limits, device), gpu=device)
     sizes = [slot_bytes(e) for e in weights.experts]
     empty = placement.empty([config.n_expert] * len(sizes), sizes)
     before = device.n_bytes
@@ -142,7 +141,7 @@ def count(
         with forward.kv.as_if_away():  # what is launched then has all kernels
             _run(steps, drawer, predictor, cpu_experts if short_rows is None else short_rows)
         if made is not None:
-            _draft(made, forward)
+            made.rehearse()
         for beside, guessed in ((cpu, None), (None, guesses), (cpu, guesses)):
             if beside is not None or guessed is not None:
                 ws.share_misses(None if beside is None else beside[0])
@@ -200,18 +199,6 @@ def _run(steps: Steps, drawer: DeviceDrawer, predictor: Predictor | None, has_sh
         for n in sorted(n for n in lengths if n > SMALL_TOKENS):
             for short in (ShortRows(n), ShortRows(1, n - 1), ShortRows(min(n, SHORT_ROWS), n - min(n, SHORT_ROWS))):
                 _step(forward, steps.residency, n, 1, short)
-
-
-def _draft(drafter: Drafter, forward: Forward) -> None:
-    """Steps of a drafter: features of so many tokens, and a block."""
-    ring, features = drafter.ring(), forward.buffers.features
-    assert ring is not None and features is not None
-    for n in (1, 2, SMALL_TOKENS // 2, SMALL_TOKENS, FEED_TOKENS):
-        if n <= features.shape[1]:
-            drafter.feed(ring, features[:, :n], 0)
-    drafter.logits(ring, 0, 1)
-    drafter.logits(ring, 0, drafter.config.block_tokens - 1)
-    drafter.give_back(ring)
 
 
 def _step(forward: Forward, residency: Residency, n: int, wanted: int, short: ShortRows | None = None) -> None:

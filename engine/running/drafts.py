@@ -22,9 +22,11 @@ from engine.memory.blocks import Sequence
 from engine.memory.kv import KVCache
 from engine.models.layers import KEPT_TOKENS
 from engine.ops import KV_BLOCK_TOKENS, Limits
+from engine.ops.cuda.device import Device
 from engine.ops.interface import Workspace
 from engine.running import mtp
 from engine.running.decoding import Proposal
+from engine.running.device_drafts import CapturedDrafter
 from engine.running.drawing import Behind
 from engine.running.forward import Forward, Put, placed
 from engine.running.mtp import ByBlock, Predictor
@@ -249,6 +251,11 @@ class Drafts:
             },
         }
 
+    def rehearse(self) -> None:
+        """Have the drafter do once whatever it does, before anybody is drafted for."""
+        if self._drafter is not None:
+            self._drafter.rehearse()
+
     def close(self) -> None:
         """Forget all texts; nobody may be drafted for any more."""
         self._memory.close()
@@ -352,15 +359,17 @@ class Drafts:
 
 
 def lay_out(
-    file: DrafterFile, forward: Forward, workspace: Callable[[Limits], Workspace], put: Put | None = None
-) -> Drafter:
-    """A drafter on the device of the model that it drafts for; put: as of `Forward`."""
+    file: DrafterFile, forward: Forward, workspace: Callable[[Limits], Workspace], put: Put | None = None,
+    gpu: Device | None = None,
+) -> Drafter:  # fmt: skip
+    """A drafter on the device of the model that it drafts for; put: as of `Forward`. gpu: it, if it captures."""
     limits, device = forward.limits, forward.device
-    return Drafter(
-        device, forward.ops, workspace(drafter_limits(file.config, limits.n_vocab, limits.n_ctx)), file.config,
+    of = (
+        forward.ops, workspace(drafter_limits(file.config, limits.n_vocab, limits.n_ctx)), file.config,
         placed(file.weights, put or device.upload), forward.weights.token_embd, forward.weights.output, limits.n_ctx,
-        n_rings=min(limits.places, MOST_RINGS),
+        min(limits.places, MOST_RINGS),
     )  # fmt: skip
+    return Drafter(device, *of) if gpu is None else CapturedDrafter(gpu, *of)
 
 
 def _depth(replies: Many[Reply]) -> int:

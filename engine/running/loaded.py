@@ -227,7 +227,8 @@ def _lay_out(
     )  # fmt: skip
     drafter = None
     if source.drafter is not None:
-        drafter = lay_out(source.drafter, forward, backend.workspace, None if uploader is None else uploader.put)
+        put = None if uploader is None else uploader.put
+        drafter = lay_out(source.drafter, forward, backend.workspace, put, backend.gpu)
     tier = backend.tier(weights.experts, shares.placement, uploader)
     opened.callback(tier.close)
     dense_bytes = 0

@@ -13,28 +13,25 @@ goes on from there with another token has that one entry of the other's. All of 
 
 from __future__ import annotations
 
-import time
-from collections import Counter, defaultdict, deque
 from collections.abc import Sequence as Many
 from dataclasses import dataclass, replace
-from typing import overload
 
 import numpy as np
 
 from engine.drafting.source import Draft, Promise
 from engine.formats.quants import QTensor
 from engine.ground.errors import CapacityError
-from engine.ground.sampling import Sampling
 from engine.memory.blocks import Sequence
 from engine.memory.residency import ExpertTensors, Residency, Tier, slot_bytes
 from engine.models import nextn
 from engine.models.layers import Buffers, ModelConfig, Pass, Step
 from engine.ops import F32, I32, SMALL_TOKENS
 from engine.ops.cuda.device import Device
-from engine.ops.cuda.sampling import FAILED, HISTORY_TOKENS, Sampler
+from engine.ops.cuda.sampling import HISTORY_TOKENS, Sampler
 from engine.ops.device import Array
 from engine.placing import policy
 from engine.placing.placement import Placement
+from engine.running.device_drafts import GREEDY, Timed, UnderWay
 from engine.running.forward import GRAPH_TOKENS
 from engine.running.reply import Reply
 from engine.running.stepping import Span, Steps
@@ -43,9 +40,6 @@ SOURCE = "mtp"
 MOST_TOKENS = 4  # of a draft: the block was trained to predict one, and each further one is less likely to stay
 # Chances of a draft's tokens, as `gate.Priors`: what such blocks reach on code; the first drafts correct it.
 PRIORS = ((0.75, 0.65, 0.55, 0.50, 0.50, 0.50),)
-GREEDY = Sampling(temperature=0.0)
-TIMED_CHAINS, TIME_EVERY = 3, 64  # drafts of a length, of which the first and a few of the others are waited for
-KEPT_TIMES = 3
 # Ids that a draft is chosen among where text has few others. They are in the order of a vocabulary's merges, frequent
 # ones first, and most of what a draft reads is the head (after FR-Spec, arXiv:2502.14856).
 SHORT_HEAD = 96 << 10
@@ -96,34 +90,6 @@ def whole(experts: tuple[ExpertTensors, ...]) -> Placement:
     return Placement(tuple(map(len, ids)), ids, tuple(() for _ in ids), tuple(map(slot_bytes, experts)))
 
 
-class UnderWay(Many[int]):
-    """The tokens that a sampler draws first, when the device has been waited for: -1 from one on that it could not."""
-
-    def __init__(self, sampler: Sampler, n: int) -> None:
-        self._sampler, self._n, self._epoch = sampler, n, sampler.epoch
-        self._known: list[int] = []
-
-    def __len__(self) -> int:
-        return self._n
-
-    @overload
-    def __getitem__(self, index: int) -> int: ...
-    @overload
-    def __getitem__(self, index: slice) -> Many[int]: ...
-    def __getitem__(self, index: int | slice) -> int | Many[int]:
-        if isinstance(index, slice) and range(self._n)[index] == range(self._n):
-            return self  # whoever looks on from the first does not look yet
-        if not self._known:
-            assert self._sampler.epoch == self._epoch, "the next draft was begun"
-            for i in range(self._n):
-                drawn = self._sampler.drawn(i + 1)
-                if drawn is None or drawn.status == FAILED:  # nothing is drawn behind logits that are not finite
-                    break
-                self._known.append(drawn.token)
-            self._known += [-1] * (self._n - len(self._known))
-        return self._known[index]
-
-
 class Predictor:
     """Runs the block of a model that is laid out: its experts and buffers are allocated here, once.
 
@@ -147,9 +113,7 @@ class Predictor:
         if gpu is not None and limits.n_vocab >= SHORT_HEAD * 3 // 2:
             self._short_head = self._head.first(SHORT_HEAD), Sampler(gpu, replace(limits, n_vocab=SHORT_HEAD))
         self._drawn = device.upload(np.zeros(MOST_TOKENS, np.int32))  # what is not drawn is a token all the same
-        # By tokens and whether by the short head; and what the last ones took that were timed.
-        self._n_chains = Counter[tuple[int, bool]]()
-        self._chain_s: dict[tuple[int, bool], deque[float]] = defaultdict(lambda: deque(maxlen=KEPT_TIMES))
+        self._timed = Timed(device.synchronize)  # drafts, by tokens and whether by the short head
         self._long = replace(
             forward.buffers, x=forward.buffers.y, y=forward.buffers.x, hidden=None,
             experts=device.empty((1, limits.max_tokens, c.n_expert_used), np.int32),
@@ -333,19 +297,9 @@ class Predictor:
         # not met: the last token is an input, too, of the step that verifies.
         sampler.prepare(GREEDY, one.history[max(0, n - HISTORY_TOKENS) : n], n, (), most + 1)
         graph = self.steps.graphs.get((SOURCE, *name), lambda: self._chain(most, is_short))
-        nth, timings = self._n_chains[name], self._chain_s[name]
-        self._n_chains[name] += 1
-        is_timed = nth < TIMED_CHAINS or nth % TIME_EVERY == 0
-        if is_timed:
-            self.device.synchronize()
-            began_s = time.perf_counter()
-        graph.launch()
-        if is_timed:
-            self.device.synchronize()
-            timings.append(time.perf_counter() - began_s)
-        # The least: one that was disturbed counts for all that are not timed.
-        draft = Draft(SOURCE, 0, UnderWay(sampler, most), self._drawn[:most], min(timings))
-        return draft.known() if is_timed else draft
+        seconds, is_known = self._timed.launch(name, graph.launch)
+        draft = Draft(SOURCE, 0, UnderWay(sampler, most), self._drawn[:most], seconds)
+        return draft.known() if is_known else draft
 
     def _start(self, asked: Many[Asked]) -> None:
         """Copy the tails of sequences to the first rows that a draft begins with."""

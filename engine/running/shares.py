@@ -30,6 +30,7 @@ from engine.running.source import Source
 HOST_CHUNK_TOKENS = 512
 GRAPH_BYTES = 64 << 20  # what captured steps take of the device; see docs/cuda.md
 OTHER_GRAPH_BYTES = 32 << 20  # and those without experts on the CPU, beside those with them
+DRAFTER_GRAPH_BYTES = 8 << 20  # and what a drafter captures: some 500 kernels, 10 KiB each as in the others
 Progress = Callable[[Stage, int, int], None]  # a stage, how much of it is done, of how much
 
 
@@ -118,6 +119,7 @@ def _of_gpu(
         device.kernel(module, name)
     free, _ = device.memory_bytes()
     graph_bytes = GRAPH_BYTES + (OTHER_GRAPH_BYTES if options.cpu_experts != "off" else 0)
+    graph_bytes += 0 if source.drafter is None else DRAFTER_GRAPH_BYTES
     decision = sharing.decide(cap_bytes=cap, context_bytes=before - free + graph_bytes)
     if decision.plan.device_bytes - (before - free) > free:
         raise CapacityError(

@@ -44,6 +44,8 @@ def warm_up(loaded: Loaded) -> float:
             if loaded.backend.gpu is not None:
                 _read(loaded)
                 _decode(loaded)
+                if loaded.drafts is not None:
+                    loaded.drafts.rehearse()
                 if loaded.kv.is_pooled:
                     with loaded.kv.as_if_away():
                         _read(loaded, captured=True)

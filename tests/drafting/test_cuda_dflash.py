@@ -1,4 +1,4 @@
-"""A DFlash drafter on a device: near the float64 twin, and its ring goes round as on the host."""
+"""A DFlash drafter on a device: near the float64 twin, its ring goes round as on the host, and drafts are captured."""
 
 from __future__ import annotations
 
@@ -10,9 +10,11 @@ import numpy as np
 import pytest
 from gguf import GGMLQuantizationType as QType
 
-from engine.drafting.dflash import Drafter, drafter_limits
+from engine.drafting.dflash import DFlash, Drafter, drafter_limits
 from engine.drafting.drafter import open_drafter
 from engine.ops.cuda import ops
+from engine.running import device_drafts
+from engine.running.device_drafts import CapturedDrafter
 from engine.running.forward import placed
 from tests.dflash_twin import Shape, random_drafter, twin_logits, write_drafter
 from tests.drafting.test_dflash import EMBEDDING, HEAD, MODEL, features
@@ -46,3 +48,115 @@ def test_drafts_are_near_the_twin(device: Any, tmp_path: Path, causal: bool) -> 
         assert len(drafter.draft(ring, 5, 4)) == 4
         drafter.give_back(ring)
     ws.close()
+
+
+# --- captured -----------------------------------------------------------------------------------------
+
+WHOLE = np.concatenate([HEAD, HEAD[:3] + 1.0])  # 304 rows: whole vectors, as published models have them
+
+
+def captured(device: Any, path: Path, shape: Shape = SHAPE, n_rings: int = 2) -> CapturedDrafter:
+    write_drafter(path, shape, random_drafter(shape, np.random.default_rng(3)), qtype=QType.Q8_0)
+    config, weights = open_drafter(path, MODEL)
+    ends = [
+        placed(qtensor(values, QType.Q8_0, name), device.upload) for name, values in (("e", EMBEDDING), ("h", WHOLE))
+    ]
+    ws = ops.workspace(drafter_limits(config, len(WHOLE), 600), device)
+    return CapturedDrafter(device, ops, ws, config, placed(weights, device.upload), *ends, 600, n_rings)
+
+
+def told(drafter: CapturedDrafter, device: Any, values: np.ndarray, first: int, last: int, step: int = 3) -> DFlash:
+    """A reply's source, told of features from a position on, a few at a time."""
+    ring = drafter.ring()
+    assert ring is not None
+    source = DFlash(drafter, ring)
+    for a in range(first, last, step):
+        part = np.ascontiguousarray(values[:, a : min(a + step, last)])
+        source.feed([device.upload(feature) for feature in part], a)
+    return source
+
+
+def drafts_of(drafter: CapturedDrafter, source: DFlash, end: int, n: int, device: Any) -> tuple[int, ...]:
+    """What the source drafts behind `end` positions, as the host has it when the device has been waited for."""
+    assert source.promise([5] * (end + 1), n) is not None
+    draft = source.draft(n)
+    assert draft is not None
+    device.synchronize()
+    if draft.drawn is not None:
+        assert draft.made_s is not None and [*device.read(draft.drawn)] == [*draft.tokens]
+    return tuple(draft.tokens)
+
+
+def largest(drafter: CapturedDrafter, source: DFlash, n: int, device: Any) -> tuple[int, ...]:
+    """The same by logits that the host reads."""
+    logits = np.asarray(device.read(drafter.logits(source._ring, 5, n)))
+    return tuple(int(i) for i in logits.argmax(axis=1))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("causal", [False, True], ids=["", "causal"])
+def test_captured_drafts_are_those_of_the_logits(
+    device: Any, tmp_path: Path, causal: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At any length of a draft, in two rings by turns, behind prefixes whose features nobody has."""
+    monkeypatch.setattr(device_drafts, "TIMED", 0)
+    drafter = captured(device, tmp_path / "d.gguf", replace(SHAPE, causal=causal))
+    values = features(330)
+    for firsts in ((0, 90), (64, 301)):
+        sources = [told(drafter, device, values, first, first + 29) for first in firsts]
+        for n in (1, 2, 3, 4, 6):
+            for source, first in zip(sources, firsts, strict=True):
+                assert drafts_of(drafter, source, first + 29, n, device) == largest(drafter, source, n, device)
+        for source in sources:
+            source.close()
+    assert drafter.ring() is not None
+
+
+@pytest.mark.slow
+def test_no_kernel_is_compiled_while_a_reply_goes_on(device: Any, tmp_path: Path) -> None:
+    """A window that grew with what is known behind a prefix would be a kernel for every token."""
+    drafter = captured(device, tmp_path / "d.gguf")
+    drafter.rehearse()
+    known = set(device._kernels)
+    values = features(200)
+    for first in (0, 37):
+        source = told(drafter, device, values, first, first + 3)
+        for end in range(first + 3, first + 90, 7):
+            drafts_of(drafter, source, end, 1 + end % 5, device)
+            source.feed([device.upload(np.ascontiguousarray(f)) for f in values[:, end : end + 7]], end)
+        source.close()
+    assert set(device._kernels) == known
+
+
+@pytest.mark.slow
+def test_a_draft_where_tokens_were_taken_back_by_more_than_there_is_room_for(device: Any, tmp_path: Path) -> None:
+    shape = replace(SHAPE, window=121, windowed=())
+    drafter = captured(device, tmp_path / "d.gguf", shape, n_rings=1)
+    assert drafter.ring_tokens == 128
+    values = features(400)
+    source = told(drafter, device, values, 0, 390, 30)
+    drafts_of(drafter, source, 390, 6, device)  # positions 390 to 396, in place of 262 to 268
+    source.feed([device.upload(np.ascontiguousarray(f)) for f in values[:, 340:350]], 340)
+    tensors = random_drafter(shape, np.random.default_rng(3))
+    expected = twin_logits(shape, tensors, values[:, 269:350], 5, EMBEDDING, WHOLE, 269)
+    found = drafts_of(drafter, source, 350, 6, device)
+    assert nmse(np.asarray(device.read(drafter.logits(source._ring, 5, 6))), expected) < 3e-3
+    assert found == largest(drafter, source, 6, device)
+    source.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("own", [("output",), ("output", "d2t")])
+def test_heads_that_are_not_the_targets(device: Any, tmp_path: Path, own: tuple[str, ...]) -> None:
+    """Of ids that are others, which the host knows alone; and of rows that are no whole vectors."""
+    rng = np.random.default_rng(2)
+    rows = 48 if "d2t" in own else MODEL.n_vocab
+    parts = {"output": rng.standard_normal((rows, SHAPE.n_embd)).astype(np.float32)}
+    if "d2t" in own:
+        parts["d2t"] = rng.permutation(MODEL.n_vocab)[:rows]
+    drafter = captured(device, tmp_path / "d.gguf", replace(SHAPE, own=parts))
+    source = told(drafter, device, features(40), 0, 40)
+    ids = drafts_of(drafter, source, 40, 3, device)
+    found = largest(drafter, source, 3, device)
+    assert ids == (tuple(int(parts["d2t"][i]) for i in found) if "d2t" in own else found)
+    source.close()

@@ -15,7 +15,7 @@ from engine.ground.errors import CapacityError
 from engine.ground.protocol import Done, Event, Generate, Tokens
 from engine.ground.sampling import Sampling
 from engine.models.layers import Step
-from engine.running import draft_files, dryrun, mtp
+from engine.running import device_drafts, draft_files, dryrun, mtp
 from engine.running.drafts import Drafts
 from engine.running.loaded import Loaded, load
 from engine.running.mtp import MOST_TOKENS, Asked, Fed
@@ -108,7 +108,7 @@ def test_what_is_under_way_changes_no_token(monkeypatch: pytest.MonkeyPatch, arc
     The block follows them before it is known what stays. Where several samplers draw, that is: not of rows that are no
     vectors, nor where a draw depends on the last.
     """
-    monkeypatch.setattr(mtp, "TIMED_CHAINS", 0)
+    monkeypatch.setattr(device_drafts, "TIMED", 0)
     path = small(arch, n_vocab=304)
     options: dict[str, Any] = {"residency_pct": residency, "policy": "lru"} if arch == "qwen35moe" else {}
     penalized = Sampling(0.7, seed=5, frequency_penalty=0.4)
@@ -222,7 +222,7 @@ def test_a_short_head_drafts_for_text_of_its_tokens(monkeypatch: pytest.MonkeyPa
             one, whole = drawn()
         assert np.array_equal(whole[:200], logits[:200]) and one == (int(whole.argmax()),)
     assert not np.isnan(says(200 + TOKENS[44:50] % 104)[1]).any()  # text of others
-    predictor._chain_s[1, False].append(99.0)  # one that was disturbed is not what each takes
+    predictor._timed._seconds[1, False].append(99.0)  # one that was disturbed is not what each takes
     (draft,) = predictor.drafts([Asked(sequence, history, 1)])
     assert draft is not None and draft.drawn is not None and draft.made_s is not None and draft.made_s < 90.0
     loaded.close()
