@@ -242,8 +242,8 @@ def test_a_prediction_that_comes_true_is_accepted(opened: Open) -> None:
 
 def test_a_prediction_outside_the_vocabulary_is_refused(opened: Open) -> None:
     engine = opened()
-    with pytest.raises(RequestError, match="field 'prediction': token 301 is outside the vocabulary of 301"):
-        engine.submit(Generate(1, (5, 6), 4, prediction=(7, 301)))
+    with pytest.raises(RequestError, match="field 'prediction': token 304 is outside the vocabulary of 304"):
+        engine.submit(Generate(1, (5, 6), 4, prediction=(7, 304)))
     with pytest.raises(RequestError, match="2147483646"):
         engine.submit(Generate(1, (5, 6), 4, prediction=((1 << 31) - 2,)))
     engine.submit(Generate(1, (5, 6), 4, GREEDY, (), prediction=(7,) * 5000))  # more than the context has
