@@ -188,7 +188,7 @@ def read(file: GGUFFile) -> DrafterConfig:
         n_head_kv=keys.size("attention.head_count_kv"),
         head_dim=head_dim,
         n_ff=keys.size("feed_forward_length"),
-        eps=keys.real("attention.layer_norm_rms_epsilon"),
+        eps=keys.real("attention.layer_norm_rms_epsilon", least=0.0),
         rope_base=keys.positive("rope.freq_base", above=1.0),
         n_rot=n_rot,
         scaling=keys.scaling(),
@@ -209,7 +209,7 @@ def read(file: GGUFFile) -> DrafterConfig:
     if config.mask_token < 0 or 0 < n_vocab <= config.mask_token:
         raise ModelFormatError(f"{dialect.mask} is {config.mask_token}, expected one of {n_vocab} tokens")
     if any(sections := keys.items("rope.dimension_sections", [])) and sections != [n_rot // 2, 0, 0, 0]:
-        raise keys.missing(f"rope.dimension_sections {sections}")
+        raise keys.missing(f"rope.dimension_sections {sections!r:.60}")
     if (activation := keys.word("hidden_activation", "silu")) != "silu":
         raise keys.missing(f"hidden_activation {activation!r:.40}")
     for key in ("sample_from_anchor", "has_confidence_head"):  # of DSpark, where they are so
@@ -258,7 +258,7 @@ def _captured(file: GGUFFile, keys: Keys, dialect: Dialect, n_embd: int) -> tupl
     layers = [i - dialect.shift for i in said if type(i) is int]
     if len(said) != n or len(set(layers)) != n or min(layers) < 0:
         raise ModelFormatError(
-            f"{name} is {said}, and {dialect.fc} has inputs of {n} layers; expected as many different ones from "
+            f"{name} is {said!r:.60}, and {dialect.fc} has inputs of {n} layers; expected as many different ones from "
             f"{dialect.shift} on",
             hint="convert the checkpoint again with spark convert-drafter",
         )

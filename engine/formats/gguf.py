@@ -70,6 +70,11 @@ class GGUFFile:
         self.missing_bytes: int = sum(max(0, p.end - len(p.data)) for p in parts)
         self.header_alone, self.absent = header_alone, tuple(absent)
         self._parts = {p.path: p for p in parts}
+        kind = self.metadata.get("general.type", "model")
+        if "general.architecture" not in self.metadata and kind != "model" and isinstance(kind, str):
+            raise ModelFormatError(
+                f"{self.paths[0]}: is of type {kind!r:.60}, expected a model", hint="name the file of the model itself"
+            )
         self.architecture: str = self.value("general.architecture", str)
 
     def tensor(self, name: str) -> QTensor:

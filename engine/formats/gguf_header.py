@@ -149,7 +149,7 @@ def read_header(path: Path, partial: bool = False) -> Header:
         raise cursor.error(f"key 'general.alignment' is {describe(alignment)}, expected a power of two")
     data_offset = (cursor.at + alignment - 1) // alignment * alignment
     placed = _place(cursor, tensors.values(), data_offset, alignment)
-    end = max((t.offset + t.nbytes for t in placed), default=data_offset)
+    end = max((t.offset + t.nbytes for t in placed), default=cursor.at)  # a vocabulary alone ends without padding
     return Header(path, cursor.data, metadata, placed, min(data_offset, cursor.end), end)
 
 

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.formats.gguf import MISSING, GGUFFile
+from engine.formats.gguf_header import describe
 from engine.ground.errors import ModelFormatError, UnsupportedModelError
 from engine.memory.shape import DeltaShape
 from engine.models.conventions import mtp_blocks, refuse_unsupported_keys
@@ -17,6 +18,8 @@ from engine.models.scaling import Scaling, scaled_rope_table
 from engine.ops import F32
 
 MAX_LAYERS = 256  # twice what published models have; what a header asks for is laid out before any weight is seen
+MAX_SIZE = (1 << 31) - 1  # of any size: kernels take them as 32 bits
+MAX_ITEMS = 1024  # of an array, which have one a layer or fewer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,18 +114,23 @@ class Keys:
     def size(self, key: str, least: int = 1, default: int | None = None) -> int:
         """A whole number, at least `least`; `default` if there is no such key and it is not None."""
         value: int = self._value(key, int, default)
-        if value < least:
-            raise ModelFormatError(f"{self.arch}.{key} is {value}, expected at least {least}")
+        if not least <= value <= MAX_SIZE:
+            bound = f"at least {least}" if value < least else f"at most {MAX_SIZE}"
+            raise ModelFormatError(f"{self.arch}.{key} is {value}, expected {bound}")
         return value
 
-    def real(self, key: str, default: float | None = None) -> float:
-        """A number, as `size`."""
-        return float(self._value(key, float, default))
+    def real(self, key: str, default: float | None = None, least: float = -math.inf) -> float:
+        """A finite number, as `size`."""
+        value = float(self._value(key, float, default))
+        if not math.isfinite(value) or value < least:
+            bound = "" if least == -math.inf else f" of at least {least:g}"
+            raise ModelFormatError(f"{self.arch}.{key} is {value}, expected a number{bound}")
+        return value
 
     def positive(self, key: str, default: float | None = None, above: float = 0.0) -> float:
-        """A number, as `size`, that is finite and above a bound."""
+        """A finite number, as `size`, that is above a bound."""
         value = self.real(key, default)
-        if not above < value < math.inf:
+        if value <= above:
             raise ModelFormatError(f"{self.arch}.{key} is {value}, expected a number above {above:g}")
         return value
 
@@ -135,8 +143,11 @@ class Keys:
         return str(self._value(key, str, default))
 
     def items(self, key: str, default: list[Any] | None = None) -> list[Any]:
-        """An array."""
-        return list(self._value(key, list, default))
+        """An array, as a list."""
+        found = self._value(key, object, default)
+        if not isinstance(found, list | np.ndarray) or len(found) > MAX_ITEMS:
+            raise ModelFormatError(f"{self.arch}.{key} is {describe(found)}, expected numbers, {MAX_ITEMS} at most")
+        return list(found) if isinstance(found, list) else list(found.tolist())
 
     def is_number(self, key: str) -> bool:
         """Whether the file has one number where it may have an array."""
@@ -146,17 +157,23 @@ class Keys:
         """Whole numbers, one a layer, each at least 1; the file may hold one number for all layers."""
         if self.is_number(key):
             return (self.size(key),) * n_layer
-        values = [int(value) for value in self.items(key)]
-        if len(values) < n_layer or min(values) < 1:
-            raise ModelFormatError(f"{self.arch}.{key} is {values}, expected {n_layer} numbers of at least 1")
-        return tuple(values[:n_layer])
+        return tuple(self._of_layers(key, n_layer, "iu", 1, MAX_SIZE))
 
     def flags(self, key: str, n_layer: int) -> tuple[bool, ...]:
-        """Whether something is so, one a layer."""
-        values = [bool(value) for value in self.items(key)]
-        if len(values) < n_layer:
-            raise ModelFormatError(f"{self.arch}.{key} has {len(values)} values, expected {n_layer}")
-        return tuple(values[:n_layer])
+        """Whether something is so, one a layer; some writers have 0 and 1."""
+        return tuple(map(bool, self._of_layers(key, n_layer, "biu", 0, 1)))
+
+    def _of_layers(self, key: str, n_layer: int, kinds: str, least: int, most: int) -> list[int]:
+        """The first items of an array, one a layer, of these kinds of `dtype` and within bounds."""
+        found = self._value(key, object, None)
+        if isinstance(found, np.ndarray) and found.dtype.kind in kinds and len(found) >= n_layer:
+            values: list[int] = found[:n_layer].tolist()
+            if least <= min(values) and max(values) <= most:
+                return values
+            said = f"{values!r:.60}"
+        else:
+            said = describe(found)
+        raise ModelFormatError(f"{self.arch}.{key} is {said}, expected {n_layer} numbers from {least} to {most}")
 
     def expect(self, key: str, value: float) -> None:
         """Refuse a file that has a key with another value than what is computed here, whether it says so or not."""
@@ -196,7 +213,7 @@ class Keys:
             "n_ctx_train": self.size("context_length"),
             "head_dim": self.head_dim(head_dim),
             "rope_base": self.positive("rope.freq_base", rope_base, above=1.0),
-            "eps": self.real("attention.layer_norm_rms_epsilon"),
+            "eps": self.real("attention.layer_norm_rms_epsilon", least=0.0),
             "scaling": self.scaling(),
         }
         if experts:
@@ -222,12 +239,12 @@ class Keys:
         factor = self.real(p + "factor", self.real("rope.scale_linear", 0.0)) or 1.0
         if kind == "none" or (kind == "linear" and factor == 1.0):
             return None
-        if not 0.0 < factor < math.inf:
+        if factor < 0.0:
             raise ModelFormatError(f"{self.arch}.{p}factor is {factor}, expected a number above 0")
         if kind == "linear":
             return Scaling("linear", factor)
         if kind != "yarn":
-            raise self.missing(f"rope scaling {kind!r}", hint="implemented are 'linear' and 'yarn'")
+            raise self.missing(f"rope scaling {kind!r:.60}", hint="implemented are 'linear' and 'yarn'")
         # Two converters, two names.
         fast, slow = (
             self.positive(f"{p}yarn_beta_{speed}", self.positive(f"{p}beta_{speed}", default))

@@ -91,10 +91,10 @@ class Config(Common):
             window=keys.size("attention.sliding_window"),
             n_shared=keys.size("attention.shared_kv_layers", 0, 0),
             rope_factors=tuple(float(x) for x in factors),
-            rope_base_swa=keys.real("rope.freq_base_swa", 10000.0),
+            rope_base_swa=keys.positive("rope.freq_base_swa", 10000.0, above=1.0),
             rope_dims_swa=keys.size("rope.dimension_count_swa", 2, head_dim_swa),
             k_eq_v=bool(full) and f"blk.{full[0]}.attn_v.weight" not in file.tensors,
-            softcap=keys.real("final_logit_softcapping", 0.0),
+            softcap=keys.real("final_logit_softcapping", 0.0, least=0.0),
         )
         config._check(keys)
         return config

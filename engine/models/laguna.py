@@ -86,7 +86,7 @@ class Config(Common):
             windowed=_windowed(keys, n_layer, window),
             window=window,
             rope_dims=rope_dims,
-            rope_base_swa=keys.real("rope.freq_base_swa", rope_base),
+            rope_base_swa=keys.positive("rope.freq_base_swa", rope_base, above=1.0),
             rope_dims_swa=keys.size("rope.dimension_count_swa", 2, rope_dims),
             gating=GATING_FUNCTIONS[function],
             expert_scale=keys.real("expert_weights_scale", 1.0) or 1.0,

@@ -54,6 +54,10 @@ MALFORMED = {
     "tensor count": (raw_file(RAW_ARCHITECTURE, rows=2**64 - 1), f"the number of tensors is {2**64 - 1}, but only"),
     "one key too many": (raw_file(RAW_ARCHITECTURE, keys=2, data=0), "key 1 has an empty name"),
     "no architecture": (raw_file(raw_key("a", 4, bytes(4))), r"key 'general\.architecture' is missing"),
+    "importance matrix": (
+        raw_file(raw_key("general.type", 8, raw_text("imatrix")), tensors=(raw_tensor("blk.0.attn_q.weight.in_sum2"),)),
+        "is of type 'imatrix', expected a model",
+    ),
     "architecture is a number": (
         raw_file(raw_key("general.architecture", 4, bytes(4))),
         r"key 'general\.architecture' is the int 0, expected str",

@@ -86,6 +86,49 @@ def test_a_key_that_shapes_the_computation_is_refused_unless_it_changes_nothing(
     assert read(path, {key: neutral}) == read(path)
 
 
+WRONG = {
+    "laguna": (
+        ("attention.head_count", np.array([np.nan] * 6, np.float32), "array of 6 float32, expected 6 numbers from 1"),
+        ("attention.head_count", ["4"] * 6, "array of 6 strings, expected 6 numbers from 1"),
+        ("attention.head_count", np.zeros(100_000, np.int32), "[0, 0, 0, 0, 0, 0], expected 6 numbers from 1"),
+        ("attention.sliding_window_pattern", ["yes"] * 6, "array of 6 strings, expected 6 numbers from 0 to 1"),
+        ("attention.sliding_window_pattern", np.array([2] * 6, np.int32), "expected 6 numbers from 0 to 1"),
+        ("attention.sliding_window", np.uint64(2**63), "is 9223372036854775808, expected at most 2147483647"),
+        ("rope.freq_base_swa", -1.0, "is -1.0, expected a number above 1"),
+        ("expert_weights_scale", np.inf, "is inf, expected a number"),
+        ("rope.scaling.type", "z" * 9999, "rope scaling 'zzzzzz"),
+    ),
+    "gemma4": (
+        ("feed_forward_length", np.array([np.inf] * 6, np.float32), "expected 6 numbers from 1"),
+        ("final_logit_softcapping", -3.0, "is -3.0, expected a number of at least 0"),
+    ),
+    "qwen35": (("rope.dimension_sections", ["11"] * 4, "an array of 4 strings, expected numbers"),),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("arch", "key", "value", "message"),
+    [
+        *((arch, *case) for arch, cases in WRONG.items() for case in cases),
+        *((arch, "attention.layer_norm_rms_epsilon", x, "number") for arch in FAMILIES for x in (np.nan, -1.0)),
+    ],
+)
+def test_a_value_that_no_model_can_have_is_refused_by_its_key(
+    tmp_path: Path, arch: str, key: str, value: Any, message: str
+) -> None:
+    """A window of 2**63 positions read past the cache; of what is no number nothing can be computed."""
+    path = written(tmp_path / "m.gguf", arch, {key: value})
+    with pytest.raises(SparkError) as caught:
+        read(path)
+    assert f"{arch}" in str(caught.value) and message in str(caught.value) and len(str(caught.value)) < 200
+
+
+def test_layers_may_be_told_by_zeros_and_ones() -> None:
+    config = read(tiny_path("laguna", Q8))
+    pattern = np.array(config.windowed, np.uint32)
+    assert read(tiny_path("laguna", Q8), {"attention.sliding_window_pattern": pattern}) == config
+
+
 def test_the_keys_of_a_file_are_named_in_one_line() -> None:
     with pytest.raises(UnsupportedModelError) as caught:
         read(tiny_path("laguna", Q8), {"rope.swa.freq_base": 1e4, "rope.swa.dimension_count": 64})

@@ -39,6 +39,7 @@ from engine.running.source import open_source
 from engine.text import tokenizer
 from tests import published_headers
 from tests.formats.test_gguf_malformed import mutate
+from tests.gguf_files import raw_file, raw_key, raw_text
 from tests.published_headers import HEADERS, Published
 from tests.tiny_models import k_quant_mix, tiny_path
 
@@ -250,6 +251,14 @@ def test_a_type_or_a_convention_is_refused_by_the_first_part(tmp_path: Path, mon
     second.unlink()
     (error,) = inspected(first)["file"]["missing"]
     assert "expert_weights_scale" in error["message"]
+
+
+def test_a_vocabulary_alone_is_whole(tmp_path: Path) -> None:
+    """Files of a tokenizer and no tensors end without the padding that tensors would need."""
+    path = tmp_path / "vocabulary.gguf"
+    path.write_bytes(raw_file(raw_key("general.architecture", 8, raw_text("qwen3moe")), data=0).rstrip(b"\0"))
+    with open_header(path) as file:
+        assert (file.missing_bytes, file.whole_bytes) == (0, path.stat().st_size)
 
 
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:
