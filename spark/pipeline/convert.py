@@ -26,7 +26,8 @@ from engine.ground.files import replacing
 Progress = Callable[[int, int], None]
 Quantization = Literal["Q8_0", "F16", "F32"]
 ARCH = "dflash"
-MAX_LAYERS = 256
+MAX_LAYERS, MAX_BLOCK = 256, 256  # of what engine/drafting reads
+_MAX_SIZE, _MAX_NUMBER = (1 << 31) - 1, float(np.finfo(np.float32).max)  # that a key of the file can hold
 _DTYPES = {"F32": "<f4", "F16": "<f2", "BF16": "<u2", "F64": "<f8"}
 _KINDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text", list: "a list"}
 # Of `dflash_config`, and of what says how positions turn: what is read, or changes nothing.
@@ -121,12 +122,24 @@ class _Config:
             raise ModelFormatError(f"{self.path} has no {' or '.join(names)}")
         return next(iter(found.values()), default)
 
-    def size(self, *names: str, least: int = 1, default: int | None = None) -> int:
-        """A whole number of at least `least`."""
+    def size(self, *names: str, least: int = 1, most: int = _MAX_SIZE, default: int | None = None) -> int:
+        """A whole number from `least` to `most`."""
         value: int = self.value(int, *names, default=default)
-        if value < least:
-            raise ModelFormatError(f"{self.path}: {names[0]} is {value}, expected at least {least}")
+        if not least <= value <= most:
+            bound = f"at least {least}" if value < least else f"at most {most}"
+            raise ModelFormatError(f"{self.path}: {names[0]} is {value!r:.60}, expected {bound}")
         return value
+
+    def number(
+        self, *names: str, above: float | None = None, least: float = -_MAX_NUMBER, default: float | None = None
+    ) -> float:
+        """A number that is finite, of at least `least` and above a bound."""
+        value = self.value(float, *names, default=default)
+        # Compared before it is converted: a whole number may lie beyond the floats.
+        if not least <= value <= _MAX_NUMBER or (above is not None and value <= above):
+            bound = f" above {above:g}" if above is not None else f" of at least {least:g}" if least == 0 else ""
+            raise ModelFormatError(f"{self.path}: {names[0]} is {value!r:.60}, expected a number{bound}")
+        return float(value)
 
     def missing(self, what: str) -> UnsupportedModelError:
         """The error for what is not implemented."""
@@ -210,21 +223,23 @@ def _keys(c: _Config) -> dict[str, Any]:
         "attention.head_count_kv": n_head_kv,
         "attention.key_length": head_dim,
         "attention.value_length": head_dim,
-        "attention.layer_norm_rms_epsilon": float(c.value(float, "rms_norm_eps")),
+        "attention.layer_norm_rms_epsilon": c.number("rms_norm_eps", least=0.0),
         "vocab_size": n_vocab,
         "context_length": c.size("max_position_embeddings"),
-        "block_size": c.size("dflash_config.block_size", "block_size", least=2),
+        "block_size": c.size("dflash_config.block_size", "block_size", least=2, most=MAX_BLOCK),
         "target_layers": [i + 1 for i in _captured(c)],
     }
     values |= _positions(c, rope, head_dim) | _windows(c, n_layer)
     causal = c.value(bool, "is_causal", "dflash_config.causal", needed=False)
     if causal is not None:
         values["attention.causal"] = causal
-    for key, name in (
-        ("embedding_scale", "input_embedding_scale"), ("final_logit_softcapping", "final_logit_softcapping"),
-    ):  # fmt: skip
-        if (number := c.value(float, f"dflash_config.{name}", name, needed=False)) is not None:
-            values[key] = float(number)
+    for key, name, least in (
+        ("embedding_scale", "input_embedding_scale", -_MAX_NUMBER),
+        ("final_logit_softcapping", "final_logit_softcapping", 0.0),
+    ):
+        names = f"dflash_config.{name}", name
+        if c.value(float, *names, needed=False) is not None:
+            values[key] = c.number(*names, least=least)
     return {"tokenizer.ggml.mask_token_id": mask} | {f"{ARCH}.{key}": value for key, value in values.items()}
 
 
@@ -233,30 +248,35 @@ def _captured(c: _Config) -> list[int]:
     names = "dflash_config.target_layer_ids", "target_layer_ids"
     layers: list[int] = c.value(list, *names)
     end = c.value(int, "num_target_layers", "dflash_config.num_target_layers", needed=False)
-    if not layers or any(type(i) is not int or i < 0 for i in layers) or len(set(layers)) < len(layers):
+    if not layers or any(type(i) is not int or not 0 <= i < _MAX_SIZE for i in layers) or len({*layers}) < len(layers):
         raise ModelFormatError(f"{c.path}: target_layer_ids is {layers!r:.80}, expected different numbers from 0 on")
     if end is not None and max(layers) >= end:
-        raise ModelFormatError(f"{c.path}: target_layer_ids is {layers}, expected layers of {end} (num_target_layers)")
+        said = f"{layers!r:.80}, expected layers of {end} (num_target_layers)"
+        raise ModelFormatError(f"{c.path}: target_layer_ids is {said}")
     return layers
 
 
 def _positions(c: _Config, rope: dict[str, Any], head_dim: int) -> dict[str, Any]:
     """How heads are turned."""
     group = "rope_parameters" if c.group("rope_parameters") else "rope_scaling"
-    values: dict[str, Any] = {"rope.freq_base": float(c.value(float, "rope_parameters.rope_theta", "rope_theta"))}
+    values: dict[str, Any] = {"rope.freq_base": c.number("rope_parameters.rope_theta", "rope_theta", above=1.0)}
     if rope.get("partial_rotary_factor") is not None:
-        values["rope.dimension_count"] = int(head_dim * c.value(float, f"{group}.partial_rotary_factor"))
+        turned = head_dim * c.number(f"{group}.partial_rotary_factor", above=0.0)
+        if turned > head_dim or int(turned) < 2 or int(turned) % 2:
+            raise ModelFormatError(
+                f"{c.path}: partial_rotary_factor turns {turned:g} dimensions of {head_dim}, expected an even number"
+            )
+        values["rope.dimension_count"] = int(turned)
     kind = c.value(str, f"{group}.rope_type", f"{group}.type", default="default")
     if kind == "default":
         return values
     if kind not in ("linear", "yarn"):
         raise c.missing(f"positions scaled by {kind!r:.40}")
-    values |= {"rope.scaling.type": kind, "rope.scaling.factor": float(c.value(float, f"{group}.factor"))}
+    values |= {"rope.scaling.type": kind, "rope.scaling.factor": c.number(f"{group}.factor", above=0.0)}
     if kind == "yarn":
         values["rope.scaling.original_context_length"] = c.size(f"{group}.original_max_position_embeddings")
         for speed, default in (("fast", 32.0), ("slow", 1.0)):
-            said = c.value(float, f"{group}.beta_{speed}", default=default)
-            values[f"rope.scaling.yarn_beta_{speed}"] = float(said)
+            values[f"rope.scaling.yarn_beta_{speed}"] = c.number(f"{group}.beta_{speed}", above=0.0, default=default)
     return values
 
 

@@ -199,6 +199,20 @@ WRONG: dict[str, tuple[dict[str, Any], type[SparkError], str]] = {
     "quantized": ({"changes": {"quantization_config": {"bits": 4}}}, UnsupportedModelError, "quantization_config"),
     "act": ({"changes": {"hidden_act": "gelu"}}, UnsupportedModelError, "hidden_act 'gelu'"),
     "rope": ({"changes": {"rope_scaling": {"rope_type": "dynamic"}}}, UnsupportedModelError, "scaled by 'dynamic'"),
+    "context": ({"changes": {"max_position_embeddings": 2**32}}, ModelFormatError, "expected at most 2147483647"),
+    "block": ({"changes": {"block_size": 257}}, ModelFormatError, "block_size is 257, expected at most 256"),
+    "eps": ({"changes": {"rms_norm_eps": float("nan")}}, ModelFormatError, "is nan, expected a number of at least 0"),
+    "theta": ({"changes": {"rope_theta": 10**400}}, ModelFormatError, ", expected a number above 1"),
+    "cap": (
+        {"changes": {"final_logit_softcapping": -1.0}}, ModelFormatError, "is -1.0, expected a number of at least 0",
+    ),
+    "turned": (
+        {"changes": {"rope_scaling": {"partial_rotary_factor": 1.5}}}, ModelFormatError, "turns 48 dimensions of 32",
+    ),
+    "far": (
+        {"changes": {"num_target_layers": None, "dflash_config": {**DFLASH, "target_layer_ids": [0, 1, 2, 2**31]}}},
+        ModelFormatError, "expected different numbers from 0 on",
+    ),
     "types": (
         {"changes": {"use_sliding_window": True, "sliding_window": 9, "layer_types": ["full_attention"]}},
         ModelFormatError,
