@@ -80,6 +80,7 @@ class Config(Common):
             raise ModelFormatError("tensor rope_freqs.weight is missing")
         windowed = keys.flags("attention.sliding_window_pattern", n_layer)
         full = [i for i in range(n_layer) if not windowed[i]]
+        values = (f"blk.{full[0]}.{name}.weight" for name in ("attn_v", "attn_qkv")) if full else ()
         factors = dequantize(matrix(file, "rope_freqs.weight", (head_dim // 2,)))
         config = cls(
             **common,
@@ -93,7 +94,7 @@ class Config(Common):
             rope_factors=tuple(float(x) for x in factors),
             rope_base_swa=keys.positive("rope.freq_base_swa", 10000.0, above=1.0),
             rope_dims_swa=keys.size("rope.dimension_count_swa", 2, head_dim_swa),
-            k_eq_v=bool(full) and f"blk.{full[0]}.attn_v.weight" not in file.tensors,
+            k_eq_v=bool(full) and not any(name in file.tensors for name in values),
             softcap=keys.real("final_logit_softcapping", 0.0, least=0.0),
         )
         config._check(keys)
