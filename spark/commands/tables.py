@@ -357,8 +357,9 @@ def show_plan(report: PlanReport) -> None:
     if any(info["plan"]["drafts_bytes"] for info in infos):
         parts.append((f"of it on the GPU, what drafts ({_shown(first['draft'])})", "drafts_bytes"))
     rows = [[name, *(f"{info['plan'][key] / _GIB:,.2f}" for info in infos)] for name, key in parts]
-    rows.append(["experts resident", *(f"{info['residency_pct']:.1f}%" for info in infos)])
-    rows.append(["slots of a layer", *(_range(info["slots_per_layer"]) for info in infos)])
+    if first["slots_per_layer"]:  # one a layer with experts
+        rows.append(["experts resident", *(f"{info['residency_pct']:.1f}%" for info in infos)])
+        rows.append(["slots of a layer", *(_range(info["slots_per_layer"]) for info in infos)])
     rows.append(["requests at a time", *(f"{info['parallel']}" for info in infos)])
     if any(info["pool_tokens"] for info in infos):
         pools = [info["pool_tokens"] or info["ctx_tokens"] for info in infos]

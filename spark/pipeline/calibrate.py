@@ -277,8 +277,9 @@ def _refuse(options: CalibrateOptions) -> None:
 def _trace_bytes(model: Path, file: TokensFile, options: CalibrateOptions) -> int:
     """About what the trace of a calibration takes on disk, at most."""
     with open_model(model) as header:
-        keys = ("block_count", "expert_used_count", "embedding_length")
-        n_layer, n_used, n_embd = (header.value(f"{header.architecture}.{key}", int) for key in keys)
+        keys = f"{header.architecture}."
+        n_layer, n_embd = (header.value(keys + key, int) for key in ("block_count", "embedding_length"))
+        n_used = header.value(keys + "expert_used_count", int, 0)  # a model without experts is refused by the daemon
     n_tokens = min(file.n_tokens, options.max_tokens or file.n_tokens)
     return estimate_bytes(n_tokens, n_layer, n_used, n_embd, options.hidden)
 

@@ -51,6 +51,14 @@ def test_a_model_without_kernels_is_told_before_anything_else(tmp_path: Path) ->
     assert planned.splitlines() == errors
 
 
+def test_a_model_without_experts_has_no_slots(tmp_path: Path) -> None:
+    (path,) = published_headers.write(tmp_path, "Qwen3.6-27B-Q4_K_M")
+    for command in ("inspect", "plan"):
+        done = spark(command, path, "--vram", "40", cwd=tmp_path, env=HIDDEN)
+        assert "Memory for" in done.stdout and "all of it on the GPU" in done.stdout
+        assert "slots of a layer" not in done.stdout and "experts resident" not in done.stdout
+
+
 def test_a_download_that_has_its_header(tmp_path: Path) -> None:
     (tmp_path / "half.gguf.part").write_bytes(NANO.read_bytes()[: NANO.stat().st_size // 2])
     done = spark("inspect", "half.gguf.part", "--vram", "4", cwd=tmp_path, env=HIDDEN)

@@ -35,6 +35,7 @@ from spark.pipeline.sample import Sample
 from spark.pipeline.tokens import Origin, TokensFile, Window, read_tokens, tokenize, write_windows
 from spark.speech.sessions import root_of
 from tests.gguf_files import write_gguf
+from tests.tiny_models import tiny
 
 ROOT = Path(__file__).parents[2]
 NANO = ROOT / "data" / "nano" / "nano.gguf"
@@ -317,6 +318,18 @@ def test_a_checkpoint_of_another_quantization_is_refused(files: Path, tmp_path: 
     with pytest.raises(UsageError, match=r"counted with another model file$"):
         run(files, options.out, replace(CONFIG, model=other), resume=True)
     assert calibrate.partial_path(options.out).read_bytes() == counted
+
+
+def test_a_model_without_experts_is_refused_as_such_with_a_trace_too(files: Path, tmp_path: Path) -> None:
+    config, tensors = tiny("qwen35", n_vocab=6144)
+    with open_model(NANO) as model:
+        words = {key: v for key, v in model.metadata.items() if key.startswith("tokenizer.")}
+    kept = {key: list(v) if isinstance(v, StringArray) else v for key, v in words.items()}
+    (dense,) = write_gguf(tmp_path / "d.gguf", {"general.architecture": "qwen35"} | config.metadata() | kept, tensors)
+    options = calibrate.CalibrateOptions(files / "test.jsonl", tmp_path / "p.csv", trace_dir=tmp_path / "trace")
+    with pytest.raises(UsageError, match="has no experts"):
+        calibrate.calibrate(replace(CONFIG, model=dense), options, DEADLINES, quiet)
+    assert not (tmp_path / "trace").exists()
 
 
 @pytest.mark.parametrize(
