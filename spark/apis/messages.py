@@ -1,9 +1,9 @@
 """Anthropic's messages: bodies become conversations, parts of replies content blocks.
 
 What a request asks for and this server cannot do is refused by name, with exceptions that Claude Code's sessions take
-for granted: pictures and PDFs become a note, tools that run at Anthropic are left out, hints for its caches and other
-fields that do not change what a reply says are ignored. The text block `x-anthropic-billing-header` is dropped: it
-differs in each request, and nothing after it could be reused.
+for granted: pictures and PDFs become a note, tools that run at Anthropic are left out, and so are the blocks that they
+leave in a conversation; hints for its caches and other fields that do not change what a reply says are ignored. The
+text block `x-anthropic-billing-header` is dropped: it differs in each request, and nothing after it could be reused.
 """
 
 from __future__ import annotations
@@ -16,13 +16,14 @@ from typing import Any
 
 from engine.ground.errors import ContextOverflowError, SparkError
 from spark.apis.http import anthropic_error, explain, prompt_too_long
+from spark.apis.message_tools import CHANGES, offered
 from spark.apis.recall import kept_messages, kv_recall
 from spark.speech import conversation as c
 from spark.speech.conversation import CallArguments, CallStart, Conversation, Finish, Part, Text, Usage
 from spark.speech.sessions import Message, ToolCall
 
 _BILLING = "x-anthropic-billing-header"
-_UNSUPPORTED: Mapping[str, Sequence[Any]] = {"mcp_servers": [[]], "container": []}
+_UNSUPPORTED: Mapping[str, Sequence[Any]] = {"mcp_servers": [[]], "container": [], "thread": []}
 _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 _SIGNATURE = "spark-"
 # Blocks that sessions hold and that must not make them unusable.
@@ -33,10 +34,13 @@ _NOTES = {
     "file": c.FILE_NOTE,
     "container_upload": c.FILE_NOTE,
 }
+# Blocks of the model's turns that are nothing to a model, beside the results of tools that ran at Anthropic.
+_LEFT_OUT = ("redacted_thinking", "server_tool_use", "mcp_tool_use", "mcp_tool_listing", "fallback")
 
 
 def parse(body: Mapping[str, Any]) -> Conversation:
     """Check the body of a request; raises RequestError that names the field."""
+    c.refuse(body, {"compaction": []})  # a summary in place of a reply; to count its tokens is something else
     max_tokens = c.limit(body, "max_tokens")
     if max_tokens is None:
         raise c.refusal("max_tokens", "missing")
@@ -55,18 +59,17 @@ def kept(body: Mapping[str, Any]) -> dict[str, Any]:
 
 def _parse(body: Mapping[str, Any], max_tokens: int | None) -> Conversation:
     c.refuse(body, _UNSUPPORTED)
-    offered = list(enumerate(c.records(body, "tools", c.MAX_TOOLS, [])))
-    # Tools that a search has found come last, so that prompts go on sharing what is before them.
-    offered.sort(key=lambda item: item[1].get("defer_loading") is True)
-    found = [_tool(f"tools[{i}]", tool) for i, tool in offered]
-    tools = c.unique_tools([tool for tool in found if tool is not None])
     messages = [Message("system", text)] if (text := _system(body.get("system"))) else []
     given = c.records(body, "messages", c.MAX_MESSAGES)
     if not given:
         raise c.refusal("messages", "expected at least one")
+    tools = offered(body, given)
     places = []
+    last_user = max((i for i, record in enumerate(given) if record.get("role") == "user"), default=-1)
     for i, record in enumerate(given):
         made = _messages(f"messages[{i}]", record)
+        if record.get("clear_at") == "next_user_message" and record["role"] == "system" and i < last_user:
+            made = []
         places.append((len(messages), len(messages) + len(made)))
         messages += made
     written = ""
@@ -87,7 +90,7 @@ def _parse(body: Mapping[str, Any], max_tokens: int | None) -> Conversation:
         max_tokens=max_tokens,
         sampling=c.sampling({key: body.get(key) for key in ("temperature", "top_p", "top_k", "seed")}),
         stops=c.stops(c.get(body, "stop_sequences", list, []), "stop_sequences"),
-        reasoning=_reasoning(body, c.get(output, "effort", str, None, "output_config.")),
+        reasoning=_reasoning(body, c.get(output, "effort", str, None, "output_config."), messages),
         response_schema=c.response_schema(form_field, form, None),
         form_field=form_field,
         written=written,
@@ -98,25 +101,19 @@ def _parse(body: Mapping[str, Any], max_tokens: int | None) -> Conversation:
     )
 
 
-def _reasoning(body: Mapping[str, Any], effort: str | None) -> c.Reasoning:
+def _reasoning(body: Mapping[str, Any], effort: str | None, messages: Sequence[Message]) -> c.Reasoning:
     thinking = body.get("thinking")
     if thinking is None:  # clients that do not ask for thinking take the first block for text
         return c.made_reasoning(False, None, None)
     kind = c.get(c.as_object("thinking", thinking), "type", str, where="thinking.")
-    if kind not in ("enabled", "disabled", "adaptive"):
-        raise c.refusal("thinking.type", "expected enabled, disabled or adaptive")
+    if kind not in ("enabled", "disabled", "adaptive", "between_tools"):
+        raise c.refusal("thinking.type", "expected enabled, disabled, adaptive or between_tools")
+    if kind == "between_tools":  # of what tools have said alone
+        last = next((message.role for message in reversed(messages) if message.role != "system"), "user")
+        kind = "adaptive" if last == "tool" else "disabled"
     budget = c.tokens(thinking, "budget_tokens", "thinking.")
     effort = effort if kind == "adaptive" else None
     return c.made_reasoning(kind != "disabled", budget, effort, "output_config.effort")
-
-
-def _tool(where: str, record: dict[str, Any]) -> dict[str, Any] | None:
-    """A definition; None for a tool that runs at Anthropic."""
-    if record.get("type") not in (None, "custom"):
-        return None
-    name = c.get(record, "name", str, where=f"{where}.")
-    schema = c.get(record, "input_schema", dict, where=f"{where}.")
-    return c.tool(where, name, record.get("description"), schema)
 
 
 def _choice(body: Mapping[str, Any], tools: Sequence[Mapping[str, Any]]) -> tuple[Any, bool]:
@@ -170,6 +167,8 @@ def _text(where: str, block: dict[str, Any]) -> str:
         if source.get("type") == "content":
             return "\n".join(_texts(f"{where}.source.content", source.get("content")))
         return "[a document was here; this model reads text only]"
+    if kind == "compaction":  # what came before it; null where that could not be summed up
+        return str(c.get(block, "content", str, "", f"{where}."))
     if kind == "search_result":
         title = c.get(block, "title", str, "", f"{where}.")
         return "\n".join([title, *_texts(f"{where}.content", block.get("content"))])
@@ -188,13 +187,14 @@ def _messages(where: str, record: dict[str, Any]) -> list[Message]:
     if role not in ("user", "system"):
         raise c.refusal(f"{where.removesuffix('.content')}.role", "expected user, assistant or system")
     if type(content) is not list:
-        return [Message(role, "\n\n".join(_texts(where, content)))]
+        text = "\n\n".join(_texts(where, content))
+        return [Message(role, text)] if text or role == "user" else []
     made: list[Message] = []
     texts: list[str] = []
     for i, item in enumerate(content):
         block = c.as_object(f"{where}[{i}]", item)
         if block.get("type") != "tool_result":
-            if not _is_billing(block):
+            if not _is_billing(block) and not (role == "system" and block.get("type") in CHANGES):
                 texts.append(_text(f"{where}[{i}]", block))
             continue
         if texts:
@@ -203,7 +203,7 @@ def _messages(where: str, record: dict[str, Any]) -> list[Message]:
         call_id = c.get(block, "tool_use_id", str, where=f"{where}[{i}].")
         result = "\n".join(_texts(f"{where}[{i}].content", block.get("content")))
         made.append(Message("tool", result, tool_call_id=call_id))
-    if texts or not made:
+    if texts or not (made or role == "system"):
         made.append(Message(role, "\n\n".join(texts)))
     return made
 
@@ -223,7 +223,7 @@ def _assistant(where: str, content: Any) -> Message:
             name = c.get(block, "name", str, where=f"{here}.")
             arguments = c.get(block, "input", dict, {}, f"{here}.")
             calls.append(ToolCall(c.get(block, "id", str, where=f"{here}."), name, arguments))
-        elif kind not in ("redacted_thinking", "server_tool_use", "web_search_tool_result", "web_fetch_tool_result"):
+        elif not (kind in _LEFT_OUT or (type(kind) is str and kind.endswith("_tool_result"))):
             texts.append(_text(here, block))
     return Message("assistant", "".join(texts), "\n".join(thoughts), tuple(calls))
 

@@ -256,3 +256,88 @@ def test_errors_of_sampling_quote_no_text(value: object) -> None:
         with pytest.raises(RequestError) as caught:
             parse({"max_tokens": 1, "messages": [{"role": "user", "content": "x"}], name: value})
         assert caught.value.field == name and "secret" not in caught.value.message
+
+
+def test_blocks_of_tools_that_ran_at_the_vendor_are_left_out() -> None:
+    kinds = ("server_tool_use", "mcp_tool_use", "mcp_tool_listing", "fallback", "mcp_tool_result",
+             "code_execution_tool_result", "bash_code_execution_tool_result", "tool_search_tool_result",
+             "advisor_tool_result")  # fmt: skip
+    blocks = [{"type": kind, "content": {"type": "of_the_vendor"}} for kind in kinds]
+    summary = [{"type": "compaction", "content": "We began."}, {"type": "compaction", "content": None}]
+    said = {"role": "assistant", "content": [*summary, *blocks, text("It is 5.")]}
+    asked = parse({"max_tokens": 1, "messages": [said, {"role": "user", "content": "and now?"}]})
+    assert asked.messages == (Message("assistant", "We began.It is 5."), Message("user", "and now?"))
+
+
+def test_what_would_have_another_meaning_is_refused() -> None:
+    for name, value in (("thread", {"type": "create"}), ("compaction", {"type": "summarize"})):
+        with pytest.raises(RequestError) as caught:
+            parse(HELLO | {name: value})
+        assert caught.value.field == name
+    assert parse_count(HELLO | {"compaction": {"type": "summarize"}}).messages == (Message("user", "hello"),)
+
+
+def test_thinking_between_tools() -> None:
+    def reasoning(*messages: dict) -> Reasoning:
+        return parse({"max_tokens": 9, "thinking": {"type": "between_tools"}, "messages": [*messages]}).reasoning
+
+    call = {"role": "assistant", "content": [{"type": "tool_use", "id": "t", "name": "read", "input": {}}]}
+    result = {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "t", "content": "x"}]}
+    reminder = {"role": "system", "content": "be brief"}
+    assert reasoning({"role": "user", "content": "x"}) == Reasoning(False, 0)
+    assert reasoning({"role": "user", "content": "x"}, call, result, reminder) == Reasoning(True)
+
+
+def test_messages_of_the_system_that_end_with_the_next_question() -> None:
+    until = {"role": "system", "content": "until then", "clear_at": "next_user_message"}
+    asked = [{"role": "user", "content": "a"}, until, {"role": "assistant", "content": "b"}]
+    more = [{"role": "user", "content": "c"}, until, {"role": "system", "output_config": {"effort": "low"}}]
+    made = parse({"max_tokens": 1, "messages": [*asked, *more]})
+    shown = [(message.role, message.content) for message in made.messages]
+    assert shown == [("user", "a"), ("assistant", "b"), ("user", "c"), ("system", "until then")]
+
+
+def names(asked: Conversation) -> list[str]:
+    return [tool["function"]["name"] for tool in asked.tools]
+
+
+def test_messages_of_the_system_bring_tools_and_take_them_away() -> None:
+    def change(kind: str, **tool: Any) -> dict:
+        return {"type": f"tool_{kind}", "tool": tool}
+
+    def asked(*blocks: dict, **more: Any) -> Conversation:
+        system = {"role": "system", "content": [text("note"), *blocks]}
+        return parse(HELLO | {"tools": [TOOL], "messages": [*HELLO["messages"], system], **more})  # type: ignore[misc]
+
+    write = change("addition", type="tool_definition", definition=TOOL | {"name": "write"})
+    search = {"type": "web_search_20250305", "name": "web_search"}
+    gone = change("removal", type="tool_reference", name="read")
+    assert asked(write).messages == (Message("user", "hello"), Message("system", "note"))
+    assert names(asked(write)) == ["read", "write"]
+    assert names(asked(write, gone)) == ["write"]
+    assert names(asked(gone, change("addition", type="tool_reference", name="read"))) == ["read"]
+    assert names(asked(gone, change("addition", type="tool_definition", definition=search))) == []
+    assert names(asked(change("removal", type="mcp_toolset_reference", server_name="x"))) == ["read"]
+    with pytest.raises(RequestError) as caught:
+        asked(change("addition", type="tool_definition", definition={"name": "x"}))
+    assert caught.value.field == "messages[1].content[1].tool.definition.input_schema"
+    with pytest.raises(RequestError) as caught:
+        asked(gone, tool_choice={"type": "tool", "name": "read"})
+    assert caught.value.field == "tool_choice.name"
+
+
+def test_tools_that_the_client_runs_by_a_schema_of_the_vendor() -> None:
+    tools = [
+        {"type": "bash_20250124", "name": "bash"},
+        {"type": "text_editor_20250124", "name": "str_replace_editor"},
+        {"type": "text_editor_20250728", "name": "str_replace_based_edit_tool", "max_characters": 100},
+        {"type": "memory_20250818", "name": "memory"},
+        {"type": "code_execution_20250825", "name": "code_execution"},
+        {"type": "computer_20250124", "name": "computer"},
+    ]
+    asked = parse(HELLO | {"tools": tools, "tool_choice": {"type": "any"}})
+    assert names(asked) == ["bash", "str_replace_editor", "str_replace_based_edit_tool", "memory"]
+    _, old, new, memory = (tool["function"]["parameters"] for tool in asked.tools)
+    assert "undo_edit" in old["properties"]["command"]["enum"] and "insert_text" not in old["properties"]
+    assert "insert_text" in new["properties"] and new["required"] == ["command", "path"]
+    assert "rename" in memory["properties"]["command"]["enum"]
