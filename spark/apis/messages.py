@@ -337,4 +337,6 @@ class Writer:
 
 def _stop(finish: Finish) -> dict[str, Any]:
     reason = "stop_sequence" if finish.stop is not None else _STOP_REASONS[finish.reason]
+    if finish.full:  # no higher limit would have helped, which clients tell their users
+        reason = "model_context_window_exceeded"
     return {"stop_reason": reason, "stop_sequence": finish.stop}

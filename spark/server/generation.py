@@ -498,4 +498,7 @@ class _Run:
             self.reason = "stop"
         elif self._parser.called and not self._parser.cut:
             self.reason = "tool_calls"
-        return Finish("stop" if self.reason == "" else self.reason, self.usage, self._parser.stop)
+        most = self._conversation.max_tokens
+        full = len(self.tokens) >= self._ctx_tokens and (most is None or self._completion < most)
+        reason = self.reason or "stop"
+        return Finish(reason, self.usage, self._parser.stop, full=full and reason == "length")

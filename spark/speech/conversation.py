@@ -269,11 +269,15 @@ def accepted_among(n_tokens: int, drafts: Drafted) -> Drafted:
 
 @dataclass(frozen=True, slots=True)
 class Finish:
-    """The end of a reply; `stop`: the stop string that ended it."""
+    """The end of a reply.
+
+    stop: the stop string that ended it. full: it was cut by the context, not by the limit that the request named.
+    """
 
     reason: Literal["stop", "length", "tool_calls"]
     usage: Usage
     stop: str | None = None
+    full: bool = False
 
 
 @dataclass(frozen=True, slots=True)

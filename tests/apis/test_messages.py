@@ -190,6 +190,9 @@ def test_a_message() -> None:
     assert made["stop_reason"] == "tool_use" and made["usage"] == USAGE and made["role"] == "assistant"
     stopped = Writer("m", {}, Conversation()).whole([], Finish("stop", Usage(1, 1), "END"))
     assert (stopped["stop_reason"], stopped["stop_sequence"], stopped["content"]) == ("stop_sequence", "END", [])
+    for full, reason in ((False, "max_tokens"), (True, "model_context_window_exceeded")):
+        cut = Writer("m", {}, Conversation()).whole([], Finish("length", Usage(1, 1), full=full))
+        assert cut["stop_reason"] == reason
 
 
 def test_events() -> None:

@@ -487,6 +487,17 @@ def test_what_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     assert backend.asked[0][1] + finish.usage.prompt == 4096 and finish.reason == "length"
 
 
+def test_a_reply_that_fills_the_context_is_told_from_one_that_its_limit_cuts(monkeypatch: pytest.MonkeyPatch) -> None:
+    def finish(reply: str, max_tokens: int | None) -> Finish:
+        return run(monkeypatch, "nano", Backend(reply), Conversation(ASKED, max_tokens=max_tokens))[1]
+
+    room = finish("x" * 9000, None).usage.completion
+    for max_tokens, full in ((None, True), (room + 1, True), (room, False), (5, False)):
+        made = finish("x" * 9000, max_tokens)
+        assert (made.reason, made.full) == ("length", full)
+    assert not finish("x" * (room - 1), None).full
+
+
 @pytest.mark.parametrize("choice", ["auto", "required", "name"])
 @pytest.mark.parametrize("format_of", ["nano", "qwen35", "laguna", "gemma4"])
 @pytest.mark.parametrize(
