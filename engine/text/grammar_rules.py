@@ -17,7 +17,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeAlias
 
 from llguidance import regex_to_lark
@@ -364,6 +364,9 @@ def _kinds(schema: Mapping[str, Any]) -> Sequence[Any]:
 
 # --- calls ----------------------------------------------------------------------------------------
 
+_ELSEWHERE = ("$ref", "allOf", "anyOf", "oneOf")  # where a schema may say of what type its values are
+
+
 _OPENS, _SHUTS = "<tool_call>", "</tool_call>"
 _HERMES_END = f"}}\n{_SHUTS}"
 _XML_END = f"</function>\n{_SHUTS}"
@@ -371,8 +374,10 @@ _XML_END = f"</function>\n{_SHUTS}"
 
 def _hermes(rules: Rules, tool: Tool) -> str:
     head = '\n{"name": ' + quoted(tool.name) + ', "arguments": '
-    arguments = rules.json({"type": "object"} if tool.parameters is None else tool.parameters)
-    return f"{rules.marks(_OPENS)} {quoted(head)} {arguments} {rules.marks(_HERMES_END)}"
+    schema: Schema = {} if tool.parameters is None else tool.parameters
+    if isinstance(schema, Mapping) and "$ref" not in schema:
+        schema = {**schema, "type": "object"}  # also of the options of an `anyOf`
+    return f"{rules.marks(_OPENS)} {quoted(head)} {rules.json(schema)} {rules.marks(_HERMES_END)}"
 
 
 def _xml(rules: Rules, tool: Tool) -> str:
@@ -389,9 +394,19 @@ def _laguna(rules: Rules, tool: Tool) -> str:
 
 def _gemma4(rules: Rules, tool: Tool) -> str:
     head = f"call:{tool.name}"
-    parameters = {"type": "object"} if tool.parameters is None else tool.parameters
-    arguments = rules.value(parameters, parameters)
+    arguments = rules.value(tool.parameters, tool.parameters)
     return f"{rules.marks('<|tool_call>')} {quoted(head)} {arguments} {rules.marks('<tool_call|>')}"
+
+
+def _of_objects(rules: Rules, schema: Schema | None) -> Schema:
+    """What a tool's schema allows of objects: nothing else are arguments, and schemas need not say so."""
+    if schema is None or schema is True:
+        return {"type": "object"}
+    if schema is False or not isinstance(schema, Mapping):
+        return schema
+    if "object" not in _kinds(schema):
+        raise rules.refusal(f"{json.dumps(schema)[:80]} allows no object")
+    return schema if any(name in schema for name in _ELSEWHERE) else {**schema, "type": "object"}
 
 
 _FORMATS: Mapping[Format, tuple[Callable[[Rules, Tool], str], str]] = {
@@ -409,7 +424,7 @@ def calls(rules: Rules, form: Format, tools: Sequence[Tool], parallel: bool) -> 
     for tool in tools:
         rules.tool = tool.name
         rules.check_ends(tool.parameters)
-        found.append(rules.add(write(rules, tool)))
+        found.append(rules.add(write(rules, replace(tool, parameters=_of_objects(rules, tool.parameters)))))
     rules.tool = ""
     call = rules.add(" | ".join(found))
     return rules.add(f"{call} ({between} {call})*" if parallel else call)

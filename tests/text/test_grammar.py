@@ -325,6 +325,20 @@ def test_calls_are_read_back(form: str, own: str, request: pytest.FixtureRequest
 
 
 @pytest.mark.parametrize("form", FORMATS)
+def test_arguments_are_an_object_where_the_schema_leaves_it_open(form: str, vocabulary: Vocabulary) -> None:
+    place = {"properties": {"x": {"type": "integer", "minimum": 0, "maximum": 9}}, "required": ["x"]}
+    schemas: list[Any] = [{}, None, {"type": ["object", "null"], **place}, place, {"description": "nothing"}]
+    if form == "hermes":
+        schemas += [{"anyOf": [place, {"type": "string"}]}, {"oneOf": [{"type": "null"}, {"type": "object", **place}]}]
+    for parameters in schemas:
+        tools = [{"name": "t", "parameters": parameters}]
+        for seed in range(3):
+            text, reason = nonsense(vocabulary, {"kind": "tool_call", "format": form, "tools": tools}, seed, 400)
+            if reason != "length":
+                assert all(isinstance(arguments, dict) for _, arguments in calls_of(text, form, tools))
+
+
+@pytest.mark.parametrize("form", FORMATS)
 def test_one_call_of_one_tool(form: str, vocabulary: Vocabulary) -> None:
     wanted = {"kind": "tool_call", "format": form, "tools": TOOLS, "name": "read", "parallel": False}
     for seed in range(4):
@@ -374,6 +388,9 @@ def tagged(value: Any, form: str = "xml") -> dict[str, Any]:
         (tagged({"type": "object", "properties": {"a": {"type": "array", "uniqueItems": True}}}), "tool 't'.*unique"),
         (tagged({"type": "object", "properties": {"a": {"type": "string", "pattern": "(?=a)"}}}), "tool 't'.*look"),
         (tagged({"type": "array"}), "tool 't'.*allows no object"),
+        (tagged({"type": "string"}, "hermes"), "tool 't'.*allows no object"),
+        (tagged({"type": ["string", "null"]}, "gemma4"), "tool 't'.*allows no object"),
+        (tagged({"enum": ["a", 5]}, "hermes"), "tool 't'.*"),
         (tagged({"type": "object", "properties": {"a": {"$ref": "#/$defs/b"}}}, "gemma4"), "b' leads nowhere"),
         (tagged({"$ref": "#"}), "circle"),
         (tagged({"type": "object", "properties": {"a": {"anyOf": [{"$ref": "#/properties/a"}]}}}), "refers to itself"),
