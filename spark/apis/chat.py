@@ -51,6 +51,7 @@ _UNSUPPORTED: Mapping[str, Sequence[Any]] = {
     "audio": [],
     "modalities": [["text"]],
     "web_search_options": [],
+    "moderation": [],
 }
 
 

@@ -135,6 +135,8 @@ def _said(where: str, item: dict[str, Any]) -> Said | None:
         return ["output", call_id, _output(f"{where}.output", item.get("output"))]
     if kind == "reasoning":
         return ["reasoning", _reasoning(where, item)]
+    if kind == "compaction_trigger":  # its reply is no reply but a summary, sealed
+        raise c.refusal(f"{where}.type", "a conversation cannot be compacted here; ask for a summary in words")
     return None
 
 

@@ -33,7 +33,7 @@ from spark.speech.sessions import Message
 
 MAX_ECHO_BYTES = 64 << 10  # of JSON: what a response repeats of the request's tools, instructions and the like
 _MAX_METADATA, _MAX_METADATA_KEY, _MAX_METADATA_VALUE = 16, 64, 512
-_UNSUPPORTED: Mapping[str, Sequence[Any]] = {"conversation": [], "background": [False], "prompt": []}
+_UNSUPPORTED: Mapping[str, Sequence[Any]] = {"conversation": [], "background": [False], "prompt": [], "moderation": []}
 _NOT_KEPT = "what it refers to is not kept here, or not any more"
 _CUSTOM_SCHEMA = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
 _CUSTOM_OPENS = '{"input":"'

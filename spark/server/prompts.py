@@ -246,6 +246,7 @@ class Prompts:
                 raise RequestError(
                     f"tools: the name {name[:100]!r} holds {found!r}, which is a mark of the model's format",
                     hint="give the tool another name",
+                    field="tools",
                 )
 
     def _grammar(self, conversation: Conversation, opening: Opening) -> dict[str, Any] | None:

@@ -535,7 +535,9 @@ def response_schema(where: str, value: Any, inner: str | None) -> Mapping[str, A
         return {}
     if kind != "json_schema":
         raise refusal(f"{where}.type", "expected text, json_object or json_schema")
-    holder = value if inner is None else get(value, inner, dict, where=f"{where}.")
+    holder = value
+    if inner is not None:
+        holder, where = get(value, inner, dict, where=f"{where}."), f"{where}.{inner}"
     found: dict[str, Any] = get(holder, "schema", dict, where=f"{where}.")
     return found
 

@@ -204,6 +204,8 @@ def test_what_cannot_be_read_becomes_a_note() -> None:
         ({"logit_bias": {"5": 1}}, "logit_bias"),
         ({"response_format": {"type": "yaml"}}, "response_format"),
         ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
+        ({"response_format": {"type": "json_schema", "json_schema": {}}}, "response_format.json_schema.schema"),
+        ({"moderation": {"model": "m"}}, "moderation"),
         ({"reasoning_effort": "great"}, "reasoning_effort"),
         ({"reasoning": {"effort": "great"}}, "reasoning.effort"),
         ({"reasoning": {"max_tokens": -1}}, "reasoning.max_tokens"),

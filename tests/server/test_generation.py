@@ -517,7 +517,7 @@ def test_a_tool_named_like_a_mark_is_refused_by_name(
     backend = Backend()
     with pytest.raises(RequestError) as caught:
         run(monkeypatch, format_of, backend, Conversation(ASKED, tools=tools, tool_choice=wanted))
-    assert repr(name) in caught.value.message and not backend.asked
+    assert repr(name) in caught.value.message and caught.value.field == "tools" and not backend.asked
 
 
 @pytest.mark.parametrize(
