@@ -18,6 +18,7 @@ from engine.ground.errors import ContextOverflowError, SparkError
 from spark.apis.http import anthropic_error, explain, prompt_too_long
 from spark.apis.message_tools import CHANGES, offered
 from spark.apis.recall import kept_messages, kv_recall
+from spark.apis.sealed import seal, unseal
 from spark.speech import conversation as c
 from spark.speech.conversation import CallArguments, CallStart, Conversation, Finish, Part, Text, Usage
 from spark.speech.sessions import Message, ToolCall
@@ -53,8 +54,13 @@ def parse_count(body: Mapping[str, Any]) -> Conversation:
 
 
 def kept(body: Mapping[str, Any]) -> dict[str, Any]:
-    """What writers need of a body: nothing."""
-    return {}
+    """What writers need of a body."""
+    return {"thinking": {"display": "omitted"}} if _omits(body) else {}
+
+
+def _omits(body: Mapping[str, Any]) -> bool:
+    """Whether the client does not want to see reasoning, but to send it back; other displays are all the same here."""
+    return bool(c.get(c.get(body, "thinking", dict, {}), "display", str, "", "thinking.") == "omitted")
 
 
 def _parse(body: Mapping[str, Any], max_tokens: int | None) -> Conversation:
@@ -217,8 +223,9 @@ def _assistant(where: str, content: Any) -> Message:
         here = f"{where}[{i}]"
         block = c.as_object(here, item)
         kind = block.get("type")
-        if kind == "thinking":  # whatever its signature
-            thoughts.append(c.get(block, "thinking", str, where=f"{here}."))
+        if kind == "thinking":  # whatever its signature, unless it stands for the text
+            text = c.get(block, "thinking", str, where=f"{here}.")
+            thoughts.append(text or unseal(block.get("signature")))
         elif kind == "tool_use":
             name = c.get(block, "name", str, where=f"{here}.")
             arguments = c.get(block, "input", dict, {}, f"{here}.")
@@ -241,13 +248,9 @@ def _usage(used: Usage) -> dict[str, Any]:
         "cache_creation_input_tokens": 0,
         "cache_read_input_tokens": used.cached,
         "output_tokens": used.completion,
+        "output_tokens_details": {"thinking_tokens": used.reasoning},
         **used.shown_more(),
     }
-
-
-def _signature(text: str) -> str:
-    """What goes with reasoning, and is not looked at when it comes back."""
-    return _SIGNATURE + hashlib.sha256(text.encode(errors="replace")).hexdigest()
 
 
 def _tool_id(call_id: str) -> str:
@@ -264,6 +267,7 @@ class Writer:
         self._index = -1
         self._block: str | None = None  # type of the block that is open
         self._thought = ""
+        self._omits = _omits(body)
 
     def whole(self, parts: Sequence[Part], finish: Finish) -> dict[str, Any]:
         """Make the object of a reply that is not streamed."""
@@ -272,7 +276,8 @@ class Writer:
             if not isinstance(part, Text):
                 content.append({"type": "tool_use", "id": _tool_id(part.id), "name": part.name, "input": part.input()})
             elif part.kind == "reasoning":
-                content.append({"type": "thinking", "thinking": part.text, "signature": _signature(part.text)})
+                shown = "" if self._omits else part.text
+                content.append({"type": "thinking", "thinking": shown, "signature": self._signature(part.text)})
             else:
                 content.append({"type": "text", "text": part.text})
         return {**self._head, "content": content, **_stop(finish), "usage": _usage(finish.usage)}
@@ -287,9 +292,8 @@ class Writer:
         """Write the events of a part."""
         if isinstance(part, Text) and part.kind == "reasoning":
             self._thought += part.text
-            return self._to("thinking", {"thinking": "", "signature": ""}) + self._delta(
-                {"type": "thinking_delta", "thinking": part.text}
-            )
+            begun = self._to("thinking", {"thinking": "", "signature": ""})
+            return begun if self._omits else begun + self._delta({"type": "thinking_delta", "thinking": part.text})
         if isinstance(part, Text):
             return self._to("text", {"text": ""}) + self._delta({"type": "text_delta", "text": part.text})
         if isinstance(part, CallStart):
@@ -311,6 +315,10 @@ class Writer:
             message = prompt_too_long(error)
         return _event(anthropic_error(status, message, code))
 
+    def _signature(self, text: str) -> str:
+        """What goes with reasoning: the reasoning itself where it is not shown, or something that is not looked at."""
+        return seal(text) if self._omits else _SIGNATURE + hashlib.sha256(text.encode(errors="replace")).hexdigest()
+
     def _to(self, kind: str, block: Mapping[str, Any]) -> bytes:
         """Be in a block of a kind."""
         if self._block == kind:
@@ -327,7 +335,7 @@ class Writer:
     def _close(self) -> bytes:
         made = b""
         if self._block == "thinking":
-            made = self._delta({"type": "signature_delta", "signature": _signature(self._thought)})
+            made = self._delta({"type": "signature_delta", "signature": self._signature(self._thought)})
             self._thought = ""
         if self._block is not None:
             made += _event({"type": "content_block_stop", "index": self._index})

@@ -6,19 +6,17 @@ there an item that is sent, one that is referred to and one of an earlier respon
 
 from __future__ import annotations
 
-import base64
-import binascii
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
+from spark.apis.sealed import unseal
 from spark.speech import conversation as c
 from spark.speech.sessions import Message, Role, ToolCall
 from spark.speech.spans import Span
 
-MARK = "spark1."  # begins reasoning that was given out to come back
 MOST_VALUES = 8  # of the JSON that is kept of an item: one list, and what follows its brackets and commas
 _ROLES: Mapping[str, Role] = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
 _NOTES = {
@@ -206,10 +204,4 @@ def _reasoning(where: str, item: dict[str, Any]) -> str:
     if type(content) is list and content:
         texts = [c.get(c.as_object(f"{where}.content", part), "text", str, "") for part in content]
         return "".join(texts)
-    kept = item.get("encrypted_content")
-    if type(kept) is str and kept.startswith(MARK):
-        try:
-            return base64.b64decode(kept[len(MARK) :], validate=True).decode()
-        except (binascii.Error, ValueError):
-            pass
-    return ""
+    return unseal(item.get("encrypted_content"))

@@ -9,7 +9,6 @@ MCP servers and of Codex's agents do, are functions named NAMESPACE__NAME for th
 
 from __future__ import annotations
 
-import base64
 import functools
 import json
 import re
@@ -25,7 +24,8 @@ from spark.apis.bodies import Size
 from spark.apis.http import explain
 from spark.apis.kept import Kept, Key
 from spark.apis.recall import kept_messages, kv_recall
-from spark.apis.response_items import MARK, MOST_VALUES, Entry, Found, full_name, named, read, references, to_keep
+from spark.apis.response_items import MOST_VALUES, Entry, Found, full_name, named, read, references, to_keep
+from spark.apis.sealed import seal
 from spark.speech import conversation as c
 from spark.speech.conversation import CallArguments, CallStart, Conversation, Finish, Part, Text, Usage, WholeCall
 from spark.speech.logprobs import entry
@@ -429,8 +429,7 @@ class Writer:
             return made | {"type": "message", "role": "assistant", "content": content}
         made |= {"type": "reasoning", "summary": [], "content": content}
         if self._keep:
-            kept = base64.b64encode(item.text.encode(errors="replace")).decode()
-            made["encrypted_content"] = MARK + kept if status != "in_progress" else None
+            made["encrypted_content"] = seal(item.text) if status != "in_progress" else None
         return made
 
     def _content(self, item: Text) -> dict[str, Any]:

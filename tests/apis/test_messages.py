@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from engine.ground.errors import ContextOverflowError, DaemonError, RequestError
-from spark.apis.messages import Writer, parse, parse_count
+from spark.apis.messages import Writer, kept, parse, parse_count
 from spark.server.prompts import PromptTooLongError
 from spark.speech.conversation import (
     AUDIO_NOTE,
@@ -165,7 +165,10 @@ PARTS: list[Part] = [
     CallStart("call_2", "now"), CallEnd(False), Text("content", "!"),
 ]  # fmt: skip
 FINISH = Finish("tool_calls", Usage(11, 7, cached=8, reasoning=2))
-USAGE = {"input_tokens": 3, "cache_creation_input_tokens": 0, "cache_read_input_tokens": 8, "output_tokens": 7}
+USAGE = {
+    "input_tokens": 3, "cache_creation_input_tokens": 0, "cache_read_input_tokens": 8, "output_tokens": 7,
+    "output_tokens_details": {"thinking_tokens": 2},
+}  # fmt: skip
 
 
 def read(stream: bytes) -> list[dict]:
@@ -344,3 +347,18 @@ def test_tools_that_the_client_runs_by_a_schema_of_the_vendor() -> None:
     assert "undo_edit" in old["properties"]["command"]["enum"] and "insert_text" not in old["properties"]
     assert "insert_text" in new["properties"] and new["required"] == ["command", "path"]
     assert "rename" in memory["properties"]["command"]["enum"]
+
+
+def test_reasoning_that_is_not_to_be_shown_comes_back_all_the_same() -> None:
+    body = HELLO | {"thinking": {"type": "adaptive", "display": "omitted"}}
+    (thought, *_) = Writer("m", kept(body), Conversation()).whole(PARTS, FINISH)["content"]
+    assert thought["thinking"] == "" and "hm" not in thought["signature"]
+    writer = Writer("m", kept(body), Conversation())
+    events = read(b"".join(map(writer.part, PARTS)))[:3]
+    assert [event["type"] for event in events] == ["content_block_start", "content_block_delta", "content_block_stop"]
+    assert events[1]["delta"] == {"type": "signature_delta", "signature": thought["signature"]}
+    said = [{"role": "user", "content": "x"}, {"role": "assistant", "content": [thought, text("so")]}]
+    asked = parse({"max_tokens": 1, "messages": [*said, {"role": "user", "content": "y"}]})
+    assert asked.messages[1] == Message("assistant", "so", "hm")
+    for display in ("summarized", "updates", None):
+        assert not kept(HELLO | {"thinking": {"type": "adaptive", "display": display}})
