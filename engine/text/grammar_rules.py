@@ -34,6 +34,8 @@ Schema: TypeAlias = Mapping[str, Any] | bool
 _BLANKS = r"[ \t]{1,2}|\n[ \t]{0,64}"  # between the marks of JSON: bounded, or a model may write blanks for ever
 _TEXT = "/(?s:.*)/"
 _QUOTE = '<|"|>'  # Gemma's quotation mark, a token of its own
+_NOT_IN_KEYS = re.compile(r"[<>]")  # where values stand between tags
+_NOT_IN_BARE_KEYS = re.compile(r"[<:]|^[\s,{}\"]|[\s\"]$|^$")  # Gemma's
 _KEYS_OF_REFERENCES = frozenset(("$ref", "description", "title", "default", "$defs", "definitions"))
 # Keywords with a meaning that the rules below do not express; where JSON stands, llguidance does.
 _NOT_IN_OBJECTS = frozenset((
@@ -241,6 +243,7 @@ class Rules:
         """
         found = []
         for name, schema, required in self.properties(tool.parameters, tool.parameters):
+            self._check_key(name, _NOT_IN_KEYS)
             if self._allows_text(schema, tool.parameters, set()):
                 value = self.text(schema, tool.parameters, after)
             else:
@@ -248,6 +251,11 @@ class Rules:
             opened = f"{self.marks(before)} {quoted(name)} {self.marks(between)}"
             found.append(self.add(f'{opened} {value} "\\n"') + ("" if required else "?"))
         return " ".join(found)
+
+    def _check_key(self, name: str, amiss: re.Pattern[str]) -> None:
+        """Refuse a property that nobody could read back."""
+        if found := amiss.search(name):
+            raise self.refusal(f"the property {name[:80]!r} has {found[0]!r}, which this format has no way to write")
 
     def _held(self, schema: Mapping[str, Any]) -> Mapping[str, Any]:
         try:
@@ -324,6 +332,7 @@ class Rules:
         # written yet, `later` where one was.
         first, later = "", ""
         for name, value, required in reversed(named):
+            self._check_key(name, _NOT_IN_BARE_KEYS)
             item = self.add(f"{quoted(name + ':')} {self._item(value, root)}")
             alone = f"{item} {later}"
             first = self.add(alone if required else f"{alone} | {first}" if first else f"({alone})?")

@@ -241,10 +241,10 @@ class Prompts:
         """Refuse tools whose names hold what the model marks calls and turns with: nobody could tell them apart."""
         special = [name for name in self._tokenizer.special_ids if self._tokenizer.is_control(name)]
         for name in (tool["function"]["name"] for tool in tools):
-            found = next((mark for mark in (*self._renderer.dialect.marks, *special) if mark in name), None)
+            found = next((mark for mark in special if mark in name), self._renderer.dialect.amiss(name))
             if found is not None:
                 raise RequestError(
-                    f"tools: the name {name[:100]!r} holds {found!r}, which is a mark of the model's format",
+                    f"tools: the name {name[:100]!r} holds {found!r}, which no name may have in the model's format",
                     hint="give the tool another name",
                     field="tools",
                 )

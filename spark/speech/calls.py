@@ -513,6 +513,7 @@ class _Gemma(Reader):
     _opening = re.compile(r"\s*call:\s*([^\s{}<>]+)\s*(?=\{)")
     _begun = re.compile(r"\s*(?:call:\s*[^\s{}<>]*\s*|c(?:a(?:ll?)?)?)?")
     _bare = re.compile(r"[^<,:\[\]{}]+")
+    _named = re.compile(r"([^<:]+):")  # brackets and commas may be in a key: `filter[status]`
 
     def __init__(self, opening: str) -> None:
         super().__init__(opening)
@@ -564,6 +565,12 @@ class _Gemma(Reader):
                 self._in_string, self._key = True, False
                 return '"', len(_QUOTE)
             return ("<", 1) if not _QUOTE.startswith(held) and not _GEMMA_END.startswith(held) else ("", 0)
+        if self._key and letter not in ",{}":
+            if ":" not in held and "<" not in held:
+                return "", 0
+            if named := self._named.match(held):
+                self._key = False
+                return _quoted_key(named[1]), named.end(1)
         if letter in ",:[]{}":
             if letter in "{[":
                 self._stack += letter
@@ -578,5 +585,9 @@ class _Gemma(Reader):
         word, key, self._key = bare[0].strip(), self._key, False
         scalar = PYTHON.get(word, word)
         if key or not _SCALAR.fullmatch(scalar):
-            return json.dumps(word.strip('"'), ensure_ascii=False), bare.end()
+            return _quoted_key(word), bare.end()
         return scalar + " ", bare.end()
+
+
+def _quoted_key(word: str) -> str:
+    return json.dumps(word.strip().strip('"'), ensure_ascii=False)

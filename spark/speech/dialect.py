@@ -6,6 +6,7 @@ Templates are programs, so they are asked: a conversation with a call is rendere
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, Literal, TypeAlias
@@ -42,7 +43,8 @@ _TAGS = (
     "<tool_call>", "</tool_call>", "<function=", "</function>", "<parameter=", "</parameter>", "<arg_key>",
     "</arg_key>", "<arg_value>", "</arg_value>", "<|tool_call>", "<tool_call|>", '<|"|>',
 )  # fmt: skip
-_AFTER_NAME: dict[CallFormat, str] = {"hermes": "", "xml": ">", "laguna": "\n", "gemma4": "{"}
+# Beside them: what calls.py reads no name with.
+_NOT_IN_NAMES: dict[CallFormat, str] = {"hermes": "(?!)", "xml": r"[\s<>]", "laguna": r"[\s<>]", "gemma4": r"[\s{}<>]"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,10 +63,11 @@ class Dialect:
     knows_effort: bool = False
     knows_calls: bool = True
 
-    @property
-    def marks(self) -> tuple[str, ...]:
-        """Text that no tool's name may hold."""
-        return (*_TAGS, self.opens, self.shuts, *_AFTER_NAME[self.calls])
+    def amiss(self, name: str) -> str | None:
+        """What in a tool's name would keep calls of it from being read back."""
+        held = (mark for mark in (*_TAGS, self.opens, self.shuts) if mark in name)
+        found = re.search(_NOT_IN_NAMES[self.calls], name)
+        return next(held, found[0] if found else None)
 
 
 def learn(template: ChatTemplate) -> Dialect:

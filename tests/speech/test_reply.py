@@ -209,6 +209,16 @@ def test_bare_values(write: Any) -> None:
             '<|tool_call>call:f{a:[1,<|"|>x<|"|>,{b:true}],c:word,d:None}<tool_call|>',
             ("", "", [("f", '{"a":[1 ,"x",{"b":true }],"c":"word","d":null }')]),
         ),
+        (
+            "gemma4",
+            "<|tool_call>call:f{filter[a,b]:1, {c} d:2}<tool_call|>",
+            ("", "", [("f", '{"filter[a,b]":1 , ')]),
+        ),
+        (
+            "gemma4",
+            "<|tool_call>call:f{filter[a,b]:1, c{d}:2,e}f:[4]}<tool_call|>",
+            ("", "", [("f", '{"filter[a,b]":1 , "c{d}":2 ,"e}f":[4 ]}')]),
+        ),
         ("gemma4", "<|tool_call>call:now{}<tool_call|> x", ("", "x", [("now", "{}")])),
         ("gemma4", "<|tool_call>now<tool_call|>x", ("", "<|tool_call>now<tool_call|>x", [])),
         ("gemma4", "<|tool_call>call:f{a:<tool_call|>x", ("", "", [("f", '{"a":')])),
@@ -354,9 +364,10 @@ def test_how_a_reply_is_cut_changes_nothing(
 
 
 VALUES = st.text(alphabet=st.sampled_from('ab <>/="\\\n\u00e9{}'), max_size=12)
+KEYS = st.sampled_from(["path", "filter[a,b]", "c {d}"])
 
 
-@given(st.lists(st.tuples(st.sampled_from(["path", "other"]), VALUES), max_size=3, unique_by=lambda f: f[0]), st.data())
+@given(st.lists(st.tuples(KEYS, VALUES), max_size=3, unique_by=lambda f: f[0]), st.data())
 def test_what_is_written_is_read(fields: list[tuple[str, str]], data: st.DataObject) -> None:
     hermes = json.dumps({"name": "read", "arguments": dict(fields)})
     gemma = ",".join(f'{key}:<|"|>{value}<|"|>' for key, value in fields)
@@ -414,6 +425,15 @@ def test_dialects_come_from_templates() -> None:
     assert dialect("qwen35") == Dialect("xml", knows_thinking=True)
     assert dialect("laguna") == Dialect("laguna", knows_thinking=True)
     assert dialect("gemma4") == Dialect("gemma4", "<|channel>thought", "<channel|>", knows_thinking=True)
+
+
+def test_names_that_calls_could_not_be_read_back_with() -> None:
+    for form in ("hermes", "xml", "laguna", "gemma4"):
+        made = Dialect(form)  # type: ignore[arg-type]
+        assert made.amiss("mcp__files.read-all/v1:x") is None
+        assert made.amiss("a<think>") == "<think>" and made.amiss("</tool_call>") == "</tool_call>"
+        assert (made.amiss("a b"), made.amiss("a<b")) == ((None, None) if form == "hermes" else (" ", "<"))
+    assert Dialect("gemma4").amiss("a}") == "}" and Dialect("xml").amiss("a{b}") is None
     assert learn(ChatTemplate(PLAIN, "", "")) == Dialect(thinks=False)
     nano = (Path(__file__).parents[2] / "data/nano/template.jinja").read_text()
     assert learn(ChatTemplate(nano, "", "")) == Dialect()
