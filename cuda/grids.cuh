@@ -68,7 +68,8 @@ DEVICE u32 four_sevens(u32 v) {
     return with_parity((v & 0x7fu) | ((v << 1) & 0x7f00u) | ((v << 2) & 0x7f0000u) | ((v << 3) & 0x7f000000u));
 }
 
-template <Type type>
+// Lazy: tables of types that a module does not have are not made, which would be a third of the compiler's time.
+template <Type type, class Lazy = void>
 struct GridBlock;
 
 DEVICE constexpr bool has_grid(Type type) {
@@ -101,6 +102,7 @@ DEVICE void fill_grids() {
 }
 
 // Block s of 32 weights in the superblock at `at`, an even address, a specialization each.
+//   CODES     the entries as grids.h has them
 //   LEVELS    its magnitudes
 //   SHRINK    what scales are multiplied by, a power of two
 //   scales    four bits of each half (HALVES), or four
@@ -109,9 +111,10 @@ DEVICE void fill_grids() {
 //   signs     a bit for each weight
 //   ENTRIES    what `entries` has; spread_entry, magnitudes: of its i-th entry
 
-template <>
-struct GridBlock<IQ2_XXS> {
-    static constexpr Grid<u32, 256> ENTRIES = spread({IQ2_XXS_GRID});
+template <class Lazy>
+struct GridBlock<IQ2_XXS, Lazy> {
+    static constexpr u16 CODES[] = {IQ2_XXS_GRID};
+    static constexpr Grid<u32, 256> ENTRIES = spread(CODES);
     static constexpr Levels LEVELS = packed({IQ2_LEVELS});
     static constexpr float SHRINK = 0.125f;
     u32 index, signs;
@@ -122,7 +125,7 @@ struct GridBlock<IQ2_XXS> {
         g.signs = four_sevens(word_at(raw, at + 6 + 8 * s));
     }
     DEVICE u32 entry(const GridBlock& g, u32 half, u32 c) {
-        static constexpr Grid<u32, 256> GRID = nibbles({IQ2_XXS_GRID});
+        static constexpr Grid<u32, 256> GRID = nibbles(CODES);
         return GRID.entry[(g.index >> (16 * half + 8 * (c >> 1))) & 255] >> (16 * (c & 1));
     }
     DEVICE u32 spread_entry(const GridBlock& g, u32 i) {
@@ -130,9 +133,10 @@ struct GridBlock<IQ2_XXS> {
     }
 };
 
-template <>
-struct GridBlock<IQ2_XS> {
-    static constexpr Grid<u32, 512> ENTRIES = spread({IQ2_XS_GRID});
+template <class Lazy>
+struct GridBlock<IQ2_XS, Lazy> {
+    static constexpr u16 CODES[] = {IQ2_XS_GRID};
+    static constexpr Grid<u32, 512> ENTRIES = spread(CODES);
     static constexpr Levels LEVELS = packed({IQ2_LEVELS});
     static constexpr float SHRINK = 0.125f;
     u32 index[2], signs;
@@ -145,7 +149,7 @@ struct GridBlock<IQ2_XS> {
         g.signs = with_parity((__byte_perm(g.index[0], g.index[1], 0x7531) >> 1) & 0x7f7f7f7fu);
     }
     DEVICE u32 entry(const GridBlock& g, u32 half, u32 c) {
-        static constexpr Grid<u32, 512> GRID = nibbles({IQ2_XS_GRID});
+        static constexpr Grid<u32, 512> GRID = nibbles(CODES);
         return GRID.entry[(g.index[half] >> (16 * (c >> 1))) & 511] >> (16 * (c & 1));
     }
     DEVICE u32 spread_entry(const GridBlock& g, u32 i) {
@@ -153,9 +157,10 @@ struct GridBlock<IQ2_XS> {
     }
 };
 
-template <>
-struct GridBlock<IQ2_S> {
-    static constexpr Grid<u32, 1024> ENTRIES = spread({IQ2_S_GRID});
+template <class Lazy>
+struct GridBlock<IQ2_S, Lazy> {
+    static constexpr u16 CODES[] = {IQ2_S_GRID};
+    static constexpr Grid<u32, 1024> ENTRIES = spread(CODES);
     static constexpr Levels LEVELS = packed({IQ2_LEVELS});
     static constexpr float SHRINK = 0.125f;
     u32 index, high, signs;
@@ -167,7 +172,7 @@ struct GridBlock<IQ2_S> {
         g.signs = word_at(raw, at + 34 + 4 * s);
     }
     DEVICE u32 entry(const GridBlock& g, u32 half, u32 c) {
-        static constexpr Grid<u32, 1024> GRID = nibbles({IQ2_S_GRID});
+        static constexpr Grid<u32, 1024> GRID = nibbles(CODES);
         const u32 i = 2 * half + (c >> 1);
         return GRID.entry[((g.index >> (8 * i)) & 255) | ((g.high >> (2 * i)) & 3) << 8] >> (16 * (c & 1));
     }
@@ -176,9 +181,10 @@ struct GridBlock<IQ2_S> {
     }
 };
 
-template <>
-struct GridBlock<IQ3_XXS> {
-    static constexpr Grid<u32, 256> ENTRIES = bytes_of({IQ3_XXS_GRID}, {IQ3_XXS_LEVELS});
+template <class Lazy>
+struct GridBlock<IQ3_XXS, Lazy> {
+    static constexpr u16 CODES[] = {IQ3_XXS_GRID};
+    static constexpr Grid<u32, 256> ENTRIES = bytes_of(CODES, {IQ3_XXS_LEVELS});
     static constexpr Levels LEVELS = packed({IQ3_XXS_LEVELS});
     static constexpr float SHRINK = 0.25f;
     u32 index[2], signs;
@@ -190,17 +196,17 @@ struct GridBlock<IQ3_XXS> {
         g.signs = four_sevens(word_at(raw, at + 66 + 4 * s));
     }
     DEVICE u32 entry(const GridBlock& g, u32 half, u32 c) {
-        static constexpr Grid<u16, 256> GRID = {{IQ3_XXS_GRID}};
-        return GRID.entry[(g.index[half] >> (8 * c)) & 255];
+        return CODES[(g.index[half] >> (8 * c)) & 255];
     }
     DEVICE u32 magnitudes(const GridBlock& g, u32 i) {
         return entries<IQ3_XXS>()[__byte_perm(g.index[i >> 2], 0, 0x4440u + (i & 3))];
     }
 };
 
-template <>
-struct GridBlock<IQ3_S> {
-    static constexpr Grid<u32, 512> ENTRIES = bytes_of({IQ3_S_GRID}, {IQ3_S_LEVELS});
+template <class Lazy>
+struct GridBlock<IQ3_S, Lazy> {
+    static constexpr u16 CODES[] = {IQ3_S_GRID};
+    static constexpr Grid<u32, 512> ENTRIES = bytes_of(CODES, {IQ3_S_LEVELS});
     static constexpr Levels LEVELS = packed({IQ3_S_LEVELS});
     static constexpr float SHRINK = 1.0f;
     u32 index[2], high, signs;
@@ -213,8 +219,7 @@ struct GridBlock<IQ3_S> {
         g.signs = word_at(raw, at + 74 + 4 * s);
     }
     DEVICE u32 entry(const GridBlock& g, u32 half, u32 c) {
-        static constexpr Grid<u16, 512> GRID = {{IQ3_S_GRID}};
-        return GRID.entry[((g.index[half] >> (8 * c)) & 255) | ((g.high >> (4 * half + c)) & 1) << 8];
+        return CODES[((g.index[half] >> (8 * c)) & 255) | ((g.high >> (4 * half + c)) & 1) << 8];
     }
     DEVICE u32 magnitudes(const GridBlock& g, u32 i) {
         return entries<IQ3_S>()[and_or(g.high << (8 - i), 0x100u, __byte_perm(g.index[i >> 2], 0, 0x4440u + (i & 3)))];
