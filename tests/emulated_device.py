@@ -55,8 +55,13 @@ STACK_BYTES = 128 << 10  # of runtime.h
 MAX_THREADS = 1024
 ALIGNMENT = 256
 POISON = 0xFF
+POISON_BYTES = 2 << 20
+MAP_FIXED = 0x10
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _LIBC.mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+_LIBC.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+_LIBC.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *3 * [ctypes.c_int], ctypes.c_long]
+_LIBC.mmap.restype = ctypes.c_void_p
 SCALARS = {"i": ctypes.c_int32, "l": ctypes.c_int64, "h": ctypes.c_int16, "b": ctypes.c_int8}
 
 
@@ -180,6 +185,41 @@ def _stacks() -> np.ndarray:
     for thread in range(MAX_THREADS):
         _LIBC.mprotect(memory.ctypes.data + thread * STACK_BYTES, PAGE, 0)
     return memory
+
+
+@cache
+def _poison() -> int:
+    """A file of poison."""
+    file = os.memfd_create("poison")
+    os.write(file, bytes([POISON]) * POISON_BYTES)
+    return file
+
+
+class _Poisoned:
+    """Memory that holds poison, up to a page out of bounds; arrays of it keep it.
+
+    Its pages are those of a file until something writes them, and most never are: what long contexts would take.
+    """
+
+    def __init__(self, n_bytes: int) -> None:
+        self.mapped = n_bytes + PAGE
+        self.address = self._map(None, self.mapped, 0, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1)
+        for at in range(0, n_bytes, POISON_BYTES):
+            n, access = min(POISON_BYTES, n_bytes - at), mmap.PROT_READ | mmap.PROT_WRITE
+            self._map(self.address + at, n, access, mmap.MAP_PRIVATE | MAP_FIXED, _poison())
+        self.__array_interface__ = {
+            "version": 3, "shape": (n_bytes,), "typestr": "|u1", "data": (self.address, False),
+        }  # fmt: skip
+
+    @staticmethod
+    def _map(address: int | None, n_bytes: int, access: int, flags: int, file: int) -> int:
+        found: int = _LIBC.mmap(address, n_bytes, access, flags, file, 0)
+        if found == 2**64 - 1:
+            raise OSError(ctypes.get_errno(), "mmap")
+        return found
+
+    def __del__(self, munmap: Callable[[int, int], int] = _LIBC.munmap) -> None:
+        munmap(self.address, self.mapped)
 
 
 _LAUNCHING = threading.Lock()  # the blocks of a module share its state, and all modules the stacks
@@ -340,11 +380,7 @@ class EmulatedDevice:
         """Poisoned bytes whose end, but for alignment, is the end of accessible memory."""
         taken = -(-n_bytes // ALIGNMENT) * ALIGNMENT
         pages = -(-taken // PAGE) * PAGE
-        memory = np.frombuffer(mmap.mmap(-1, pages + PAGE), np.uint8)
-        if _LIBC.mprotect(memory.ctypes.data + pages, PAGE, 0):
-            raise OSError(ctypes.get_errno(), "mprotect")
-        data = memory[pages - taken : pages]
-        data[...] = POISON
+        data = np.asarray(_Poisoned(pages))[pages - taken :]
         bisect.insort(self._allocations, (data.ctypes.data, n_bytes))
         self._memory.append(data)
         if n_bytes < taken:
