@@ -33,7 +33,8 @@ from engine.ops.cuda.device import Dim, Module
 
 EMULATOR = Path(__file__).parent / "cuda_emulator"
 FLAGS = ["-std=c++17", "-march=native", "-ffp-contract=off", "-fno-strict-aliasing", "-fwrapv", "-fPIC", "-w"]
-FLAGS += ["-fvisibility=hidden", "-fsanitize=alignment,bounds-strict,shift-exponent", "-fno-sanitize-recover=all"]
+FLAGS += ["-fvisibility=hidden"]
+CHECKS = ["-fsanitize=alignment,bounds-strict,shift-exponent", "-fno-sanitize-recover=all"]  # of kernels
 # What modules call of the libraries of C is in every process that has Python: to look it up takes longer than to link.
 LINK = ["-shared", "-nostdlib", "-fno-use-linker-plugin"]
 BOUNDS = r"EMULATOR_BOUNDS\((.*?)\)\s+EMULATOR_END"
@@ -84,7 +85,7 @@ def _key_prefix() -> bytes:
     version = subprocess.run(["g++", "-v"], capture_output=True, check=True).stderr
     cpu = re.search(r"(?m)^flags.*$", Path("/proc/cpuinfo").read_text())
     headers = b"".join(p.read_bytes() for p in sorted(EMULATOR.iterdir()))
-    return b"\0".join([version, repr((FLAGS, LINK, cpu and cpu[0])).encode(), headers])
+    return b"\0".join([version, repr((FLAGS, CHECKS, LINK, cpu and cpu[0])).encode(), headers])
 
 
 def folder() -> Path:
@@ -141,7 +142,7 @@ def compile_module(module: Module, effort: str = "-O1") -> Path:
                 file.write(f"static void emulator_run_{name}(void** args) {{ emulator::call({name}, args); }}\n")
                 entries += f'{{"{name}", emulator::signature({name}), emulator_run_{name}, {bound or 1024}}},\n'
             file.write(f"static const emulator::Entry emulator_entries[] = {{{entries}{{}}}};\n{INTERFACE}")
-        _run(module, ["g++", *FLAGS, effort, "-c", f"{stem}.ii", "-o", f"{stem}.o"])
+        _run(module, ["g++", *FLAGS, *CHECKS, effort, "-c", f"{stem}.ii", "-o", f"{stem}.o"])
         _run(module, ["g++", *LINK, f"{stem}.o", runtime(), "-lgcc", "-o", f"{stem}.so"])
         Path(f"{stem}.so").replace(path)
     return path

@@ -193,7 +193,7 @@ struct Shuffle {
     T value, result;
     int source;
     Site site;
-    static void run(Shuffle** lanes, unsigned mask) {
+    EMULATOR_FAST static void run(Shuffle** lanes, unsigned mask) {
         EMULATOR_LANES(mask, lane) {
             int source = lanes[lane]->source;
             if (!(mask >> source & 1))
@@ -215,7 +215,7 @@ static inline T shuffle(unsigned mask, T value, int source, const Site& site) {
 
 struct Ballot {
     unsigned value, result;
-    static void run(Ballot** lanes, unsigned mask) {
+    EMULATOR_FAST static void run(Ballot** lanes, unsigned mask) {
         unsigned all = 0;
         EMULATOR_LANES(mask, lane) all |= (lanes[lane]->value ? 1u : 0u) << lane;
         EMULATOR_LANES(mask, lane) lanes[lane]->result = all;
@@ -226,7 +226,7 @@ template <class T>
 struct Match {
     T value;
     unsigned result;
-    static void run(Match** lanes, unsigned mask) {
+    EMULATOR_FAST static void run(Match** lanes, unsigned mask) {
         EMULATOR_LANES(mask, lane) {
             unsigned same = 0;
             EMULATOR_LANES(mask, other) same |= (lanes[other]->value == lanes[lane]->value ? 1u : 0u) << other;
@@ -240,7 +240,7 @@ enum Reduction { ADD, MAX, MIN, OR, AND };
 template <class T, Reduction reduction>
 struct Reduce {
     T value, result;
-    static void run(Reduce** lanes, unsigned mask) {
+    EMULATOR_FAST static void run(Reduce** lanes, unsigned mask) {
         bool first = true;
         T all = 0;
         EMULATOR_LANES(mask, lane) {

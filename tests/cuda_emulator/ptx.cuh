@@ -20,6 +20,7 @@ typedef long long i64;
 
 // --- half precision -------------------------------------------------------------------------------
 
+DEVICE float half_to_float(u16 h) __attribute__((always_inline));
 DEVICE float half_to_float(u16 h) {
 #ifdef __F16C__
     // What enters a double would be converted by a function of the compiler's library.
@@ -164,9 +165,6 @@ DEVICE void dependency_wait() { emulator::n_dependency_waits++; }
 DEVICE void dependency_release() {}
 DEVICE void dependency_wait_first() { dependency_wait(); }
 
-// A product on tensor cores is thousands of operations of the CPU's, whatever the optimization of the module around it.
-#define EMULATOR_FAST __attribute__((optimize("O3", "fp-contract=off")))
-
 // --- tensor cores: lane i holds, of a row group i / 4, columns by i % 4, as the PTX manual draws them --
 
 template <bool transposed>
@@ -206,9 +204,14 @@ template <class Element, class Sum, int k>
 struct EmulatorMma {
     u32 a[4], b[2];
     Sum* d;
-    static float value(u16 h) { return half_to_float(h); }
-    static i32 value(i8 v) { return v; }
-    static float value(u32 v) { return __uint_as_float(v & 0xffffe000u); }
+    static __forceinline__ float value(u16 h) { return half_to_float(h); }
+    static __forceinline__ i32 value(i8 v) { return v; }
+    static __forceinline__ float value(u32 v) {
+        float f;
+        v &= 0xffffe000u;
+        memcpy(&f, &v, sizeof f);
+        return f;
+    }
     EMULATOR_FAST static void run(EmulatorMma** lanes, u32) {
         const int n = 4 / sizeof(Element);  // elements of a register
         Sum a[16][k], b[k][8], d[16][8];

@@ -26,6 +26,10 @@
 // Blocks share it because they take turns; the section lets it be poisoned as a whole.
 #define __shared__ static __attribute__((section("emulator_shared")))
 
+// What an intrinsic does for a warp is not what is tested: it is as fast as it can be, whatever the module around it is
+// compiled with. A product on tensor cores is thousands of the CPU's operations.
+#define EMULATOR_FAST __attribute__((optimize("O3", "fp-contract=off"), no_sanitize("undefined")))
+
 struct uint3 { unsigned x, y, z; };
 typedef uint3 dim3;
 struct alignas(8) int2 { int x, y; };
