@@ -60,6 +60,10 @@ class Memory:
         self._library.spark_memory_destroy(self.handle)
         self.handle = None
 
+    def __del__(self) -> None:
+        if getattr(self, "handle", None):
+            self.close()
+
 
 class Lookup:
     """A source of drafts for one reply (`source.Source`). memory: texts of earlier requests, to look in as well.
@@ -68,7 +72,7 @@ class Lookup:
     """
 
     def __init__(self, memory: Memory, prediction: Sequence[int] = ()) -> None:
-        self._library = memory._library
+        self._library, self._memory = memory._library, memory  # which stays as long as anybody looks there
         said = np.asarray(prediction, np.int32)
         text = self._library.spark_text_create(memory.handle, said.ctypes.data, len(said))
         self._look = cpu_library.LookRecord(text=text)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -263,3 +265,36 @@ def test_without_room_only_the_own_text_is_looked_in(budget: int) -> None:
     draft = proposed(Lookup(memory), [1, 2, 3, 1, 2], 4)
     assert draft is not None and draft.tokens == (3, 1, 2, 3)
     memory.close()
+
+
+class Counting:
+    """A library that remembers what was destroyed."""
+
+    def __init__(self, library: Any) -> None:
+        self._library = library
+        self.destroyed: list[int] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._library, name)
+
+    def spark_memory_destroy(self, handle: int) -> None:
+        self.destroyed.append(handle)
+        self._library.spark_memory_destroy(handle)
+
+
+@pytest.mark.parametrize("closes", [False, True])
+def test_memory_that_nobody_looks_in_is_given_back_once(closes: bool) -> None:
+    memory = Memory(1 << 20)
+    handle, library = memory.handle, Counting(memory._library)
+    memory._library = library
+    source = Lookup(memory)
+    if closes:
+        source.close()
+        memory.close()
+        assert library.destroyed == [handle]
+    del memory
+    assert library.destroyed == [handle] * closes  # who looks in it keeps it
+    source.close()
+    del source
+    gc.collect()
+    assert library.destroyed == [handle]
