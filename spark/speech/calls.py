@@ -427,9 +427,9 @@ class _Tagged(Reader):
 
     def _read_value(self, parts: list[Part]) -> bool:
         tags = self._tags
-        if self._fresh and tags.trim and self._held:
-            self._held = self._held.removeprefix("\n")
-        self._fresh = self._fresh and not self._held
+        if self._fresh and self._held:
+            self._fresh = False  # also where nothing but the line break is there yet: the next one is the value's
+            self._held = self._held.removeprefix("\n") if tags.trim else self._held
         at = self._held.find(tags.shuts)
         if at < 0:
             marks = ("\n" + tags.shuts, tags.shuts) if tags.trim else (tags.shuts,)

@@ -382,6 +382,14 @@ def test_what_is_written_is_read(fields: list[tuple[str, str]], data: st.DataObj
         assert (name, content, json.loads(arguments)) == ("read", "", dict(fields)), form
 
 
+@pytest.mark.parametrize("value", ["\n", "\n\n", "\na\n", "", "a\n\n"])
+def test_line_breaks_of_a_value_are_its_own_wherever_a_token_ends(value: str) -> None:
+    text = xml(("path", value))
+    for cut in range(len(text) + 1):
+        _, _, ((_, arguments),), _ = take([text[:cut], text[cut:]], "xml")
+        assert json.loads(arguments) == {"path": value}, cut
+
+
 @given(st.text(alphabet="abc <>\n"), st.booleans())
 def test_text_without_marks_is_kept_as_it_is(text: str, tools: bool) -> None:
     assert take(list(text), tools=tools) == ("", text, [], None)
