@@ -6,7 +6,7 @@
 // [n_pos, 2, half], half up to HEAD_DIM / 2; k, v
 // [n_slots, K, HEAD_DIM] halves, bytes or nibbles, k_scale, v_scale [n_slots, K, HEAD_DIM / 32] halves but for f16.
 // Elements are aligned to their own size. A token whose slot is negative stores nothing. May overlap the kernel ahead of it, which
-// writes the raw heads and neither positions nor slots. In short steps the heads enter attention itself (attention.cu).
+// writes the raw heads and neither positions nor slots.
 #include "heads.cuh"
 
 constexpr i32 HEADS = 4; // of a block
