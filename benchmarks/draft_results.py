@@ -41,6 +41,12 @@ PHASES = """\
 {model}, drafts by {draft}, whose first token is right in {first:.0%}, 0.8 times with each place behind: {drafted:.3f}
 ms a token for {plain:.3f} without, {tokens:.2f} tokens a step. *As served*: from when the host begins a phase until it
 goes on. *Apart*: the device is waited for before and after each."""
+TREES = """\
+{model} with {drafter} on a CPU, {prompts} prompts a row, {generate} tokens generated after each; the drafter was asked
+behind every token for the likeliest choices of all {places} places. Walked with steps that take what an H200 takes with
+Qwen3-30B-A3B's shapes (ms by tokens: {steps}), drafting itself taking nothing: speed over that without drafts.
+*Fixed*: every draft has so many tokens, which of these numbers goes furthest. *Chosen*: as many as go furthest by each
+draft's own chances. A chain takes the likeliest choice of each place, a tree the likeliest paths as a whole."""
 FEW, SPREAD = 20, ("median", "min", "max")
 IDENTITY = """\
 Replies of {tokens} tokens by tiny models of every family with random weights, on the {device}, against the same without
@@ -185,7 +191,36 @@ def chances(name: str, made: Json) -> list[str]:
     return ["## Drafts: how often lookup is right", "", *origin(name, made), CHANCES, "", *table(columns, rows)]
 
 
+def trees(name: str, made: Json) -> list[str]:
+    places = len(made["rows"][0]["right"])
+    text = TREES.format(
+        model=made["model"], drafter=made["drafter"], places=places, prompts=made["settings"]["prompts"],
+        generate=made["settings"]["generate"], steps=", ".join(f"{n}: {ms:.2f}" for n, ms in made["step_ms"].items()),
+    )  # fmt: skip
+    rows, right = [], []
+    for r in made["rows"]:
+        which = [r["tokens"].removesuffix(".parquet"), "sampled" if r["temperature"] else "greedy"]
+        cells = []
+        for shape in ("chain", "tree"):
+            of = [row for row in r["rows"] if row["shape"] == shape]
+            best = max((row for row in of if row["width"] is not None), key=lambda row: row["speed"])
+            (chosen,) = (row for row in of if row["width"] is None)
+            cells += [f"{best['speed']:.3f} ({best['width']})", f"{chosen['speed']:.3f}"]
+            cells += [f"{chosen['tokens_a_step']:.2f} of {chosen['drafted_a_step']:.2f}"]
+        rows.append([*which, *cells])
+        right.append([*which, *(f"{one:.0%}, {two:.0%}, {most:.0%}" for one, two, _, most in r["right"])])
+    columns = ["sessions", ""]
+    for shape in ("chain", "tree"):
+        columns += [f"{shape}, fixed", f"{shape}, chosen", "tokens a step, of drafted"]
+    return [
+        "## Drafts: trees", "", *origin(name, made), text, "", *table(columns, rows), "",
+        "How often the likeliest choice of a place, one of two, and one of eight is right, whatever comes before:", "",
+        *table(["sessions", "", *map(str, range(1, places + 1))], right),
+    ]  # fmt: skip
+
+
 SECTIONS = {
+    "draft_trees.json": trees,
     "drafts-chances.json": chances,
     "drafts-at-once.json": at_once,
     "drafts-replay.json": replay,
