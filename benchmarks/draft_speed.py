@@ -45,8 +45,8 @@ from benchmarks.driving import Prompts, Shape, note, parse_list, shape_of, sprea
 from benchmarks.figures import json_option  # noqa: E402
 from benchmarks.routing import distinct_missed, imposed, repeated  # noqa: E402
 from engine.drafting import lookup  # noqa: E402
-from engine.drafting.gate import MOST_TOKENS  # noqa: E402
 from engine.drafting.lookup import Lookup, Memory  # noqa: E402
+from engine.drafting.outcomes import MOST_TOKENS  # noqa: E402
 from engine.drafting.source import Draft, Promise, Source  # noqa: E402
 from engine.ground.config import EngineConfig  # noqa: E402
 from engine.ground.protocol import Done, Error, Generate, Tokens  # noqa: E402

@@ -40,8 +40,9 @@ sys.path.insert(0, str(ROOT))
 from benchmarks.driving import Sample, generate, note, open_checked, settings, spread  # noqa: E402
 from benchmarks.figures import json_option  # noqa: E402
 from benchmarks.suffix_cache import SuffixCache  # noqa: E402
-from engine.drafting.gate import MOST_TOKENS, Gate, Record  # noqa: E402
+from engine.drafting.gate import Gate  # noqa: E402
 from engine.drafting.lookup import NAME, PRIORS, Lookup, Memory  # noqa: E402
+from engine.drafting.outcomes import MOST_TOKENS, Record  # noqa: E402
 from engine.drafting.source import Draft, Source  # noqa: E402
 from engine.formats import gguf  # noqa: E402
 from engine.ground.config import DEVICES, EngineConfig  # noqa: E402

@@ -17,8 +17,8 @@ from operator import mul
 from pathlib import Path
 from typing import Any
 
-from engine.drafting.gate import MOST_TOKENS
 from engine.drafting.lookup import NAME
+from engine.drafting.outcomes import MOST_TOKENS
 from engine.drafting.source import Draft, Promise
 
 

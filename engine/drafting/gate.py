@@ -14,25 +14,20 @@ of the time that replies decode, so it never costs more. Trials with a bounded l
 from __future__ import annotations
 
 import math
-from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heapreplace
-from itertools import count
 
 from engine.drafting.costs import COST_FADE, LEAST_S, Costs, StepCosts, clipped, key_of
+from engine.drafting.outcomes import GROUP_OF, MOST_TOKENS, Chances, Decisions, Record, Tally
 from engine.drafting.source import Draft, Promise, Source
 
-MOST_TOKENS = 31  # of a draft: the longest step whose rows have the bits of single steps has one more
 TRIAL_SHARE = 0.01  # of the time, that trials may cost
 SAVED_STEPS = 12.0  # plain ones, whose time may be saved up for trials at most
 PLAIN_EVERY = 100  # steps with drafts, after which one without is seen again
 GAIN = 1.05  # over plain decoding, that is expected at least where a draft is no trial
 LOOKS = 8  # in vain, after each of which one token more is skipped before the next
 MOST_SKIPPED = 3
-_GROUPS = (1, 2, 4, 8, 16)  # positions of a draft that are judged together begin here, counted from 0
-_FADE = 0.985  # what is left of what was seen at a position when it is seen again
-_FADE_TOKENS = 4000.0  # decoded tokens after which 1/e is left of it
 _PRIOR = 8.0  # outcomes that what is known of a kind beforehand is worth
 _OWN = 20.0  # and what all replies saw, beside a reply's own
 _HOPE = 2.0  # outcomes, good ones, that are added where it is asked what may be
@@ -43,68 +38,7 @@ _UNDECIDED: tuple[int, list[int]] = (-1, [])
 _SETTLED_STEPS = 48, 384
 _ODD_COST = 3.0  # times what was expected: what takes longer is taken for that, since it may be the machine's
 
-_Decisions = dict[tuple[str, int], tuple[int, list[int]]]
 Priors = Sequence[Sequence[float]]  # by grade, by group of positions
-
-
-def group_of(position: int) -> int:
-    """Which positions of a draft are judged together with one: 0, 1, 2-3, 4-7, 8-15, from 16 on."""
-    return bisect_right(_GROUPS, position)
-
-
-_GROUP_OF = tuple(map(group_of, range(MOST_TOKENS)))
-
-
-@dataclass(slots=True)
-class Chances:
-    """How often tokens of one kind of draft stayed, given that all before them did; by groups of positions."""
-
-    stayed: list[float] = field(default_factory=lambda: [0.0] * (len(_GROUPS) + 1))
-    seen: list[float] = field(default_factory=lambda: [0.0] * (len(_GROUPS) + 1))
-    at: int = 0  # decoded tokens, of all replies, when it was looked at last
-    n_noted: int = 0
-
-    def note(self, n_drafted: int, n_stayed: int) -> None:
-        """Take in how a draft fared."""
-        self.n_noted += 1
-        for position in range(min(n_drafted, n_stayed + 1)):
-            group = group_of(position)
-            self.stayed[group] = self.stayed[group] * _FADE + (position < n_stayed)
-            self.seen[group] = self.seen[group] * _FADE + 1.0
-
-    def fade(self, now: int) -> None:
-        """Let what was seen count less, as time passes."""
-        if now > self.at + 16:
-            left = math.exp((self.at - now) / _FADE_TOKENS)
-            self.stayed, self.seen = ([x * left for x in values] for values in (self.stayed, self.seen))
-            self.at = now
-
-
-@dataclass(slots=True)
-class Tally:
-    """Tokens of drafts that were in steps, and those of them that stayed."""
-
-    drafted: int = 0
-    accepted: int = 0
-
-
-@dataclass(slots=True)
-class Record:
-    """How one reply's drafts fared: chances by source and grade, and tokens by source.
-
-    sampled, followed: as of `Gate.costs`; the latter may change.
-    """
-
-    sampled: bool = False
-    followed: bool = False
-    number: int = field(default_factory=count().__next__)  # no two have the same
-    chances: dict[tuple[str, int], Chances] = field(default_factory=dict)
-    tallies: dict[str, Tally] = field(default_factory=dict)
-    # By source and grade: when it was decided, and how many tokens of a draft of 0, 1, ...
-    choices: _Decisions = field(default_factory=dict)
-    least: tuple[int, float] = (-1, 0.0)  # when `Gate.least` was found, and what
-    # By source, grade and hope: the chances of a draft's tokens to stay, and the state of what they were made of.
-    stay: dict[tuple[str, int, float], tuple[tuple[int, int, int], list[float]]] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -158,7 +92,7 @@ class Gate:
         self._plain_steps, self._settled_steps = 0, _SETTLED_STEPS[0]
         self._may_hope = False  # what was seen to cost too much may be tried again
         self._since_plain = 0  # steps with drafts
-        self._made: dict[int, _Decisions] = {key: {} for key in (1, 0, -1, -2)}  # of replies that saw none of a kind
+        self._made: dict[int, Decisions] = {key: {} for key in (1, 0, -1, -2)}  # of replies that saw none of a kind
         self._shared: dict[tuple[int, tuple[tuple[int, Promise] | None, ...]], list[int]] = {}  # of those that share
         self._shared_at = 0  # of so much news
         self._lengths: tuple[int, ...] = ()  # of drafts that steps of one reply have room for
@@ -445,7 +379,7 @@ class Gate:
                 chance = (own.stayed[group] + _OWN * chance + hope) / (own.seen[group] + _OWN + hope)
             by_group.append(chance)
         stay, all_before = [], 1.0
-        for group in _GROUP_OF:
+        for group in GROUP_OF:
             all_before *= by_group[group]
             if all_before < _LEAST:
                 break

@@ -15,8 +15,9 @@ from typing import Any
 from engine.drafting import dflash, lookup
 from engine.drafting.dflash import DFlash, Drafter, drafter_limits
 from engine.drafting.drafter import DrafterFile
-from engine.drafting.gate import Drafting, Gate, Record, Tally
+from engine.drafting.gate import Drafting, Gate
 from engine.drafting.lookup import Lookup
+from engine.drafting.outcomes import Record, Tally
 from engine.drafting.source import Draft, Promise, Source
 from engine.memory.blocks import Sequence
 from engine.memory.kv import KVCache

@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.drafting.costs import Costs, StepCosts
-from engine.drafting.gate import GAIN, MOST_TOKENS, Chances, Gate, Record, _lone_choices, group_of
+from engine.drafting.gate import GAIN, Gate, _lone_choices
+from engine.drafting.outcomes import MOST_TOKENS, Chances, Record, group_of
 from engine.drafting.source import Draft, Promise
 
 WIDTHS = (1, 2, 4, 8, 16, 32)

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.drafting.gate import MOST_TOKENS
 from engine.drafting.lookup import LENGTHS, MOST_RUN, TOKEN_BYTES, Lookup, Memory
+from engine.drafting.outcomes import MOST_TOKENS
 from engine.drafting.source import Draft
 
 

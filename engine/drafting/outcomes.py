@@ -1,0 +1,75 @@
+"""How drafts fared: tokens by how often they stayed, of all replies and of one."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from dataclasses import dataclass, field
+from itertools import count
+
+MOST_TOKENS = 31  # of a draft: the longest step whose rows have the bits of single steps has one more
+GROUPS = (1, 2, 4, 8, 16)  # positions of a draft that are judged together begin here, counted from 0
+_FADE = 0.985  # what is left of what was seen at a position when it is seen again
+_FADE_TOKENS = 4000.0  # decoded tokens after which 1/e is left of it
+
+Decisions = dict[tuple[str, int], tuple[int, list[int]]]
+
+
+def group_of(position: int) -> int:
+    """Which positions of a draft are judged together with one: 0, 1, 2-3, 4-7, 8-15, from 16 on."""
+    return bisect_right(GROUPS, position)
+
+
+GROUP_OF = tuple(map(group_of, range(MOST_TOKENS)))
+
+
+@dataclass(slots=True)
+class Chances:
+    """How often tokens of one kind of draft stayed, given that all before them did; by groups of positions."""
+
+    stayed: list[float] = field(default_factory=lambda: [0.0] * (len(GROUPS) + 1))
+    seen: list[float] = field(default_factory=lambda: [0.0] * (len(GROUPS) + 1))
+    at: int = 0  # decoded tokens, of all replies, when it was looked at last
+    n_noted: int = 0
+
+    def note(self, n_drafted: int, n_stayed: int) -> None:
+        """Take in how a draft fared."""
+        self.n_noted += 1
+        for position in range(min(n_drafted, n_stayed + 1)):
+            group = group_of(position)
+            self.stayed[group] = self.stayed[group] * _FADE + (position < n_stayed)
+            self.seen[group] = self.seen[group] * _FADE + 1.0
+
+    def fade(self, now: int) -> None:
+        """Let what was seen count less, as time passes."""
+        if now > self.at + 16:
+            left = math.exp((self.at - now) / _FADE_TOKENS)
+            self.stayed, self.seen = ([x * left for x in values] for values in (self.stayed, self.seen))
+            self.at = now
+
+
+@dataclass(slots=True)
+class Tally:
+    """Tokens of drafts that were in steps, and those of them that stayed."""
+
+    drafted: int = 0
+    accepted: int = 0
+
+
+@dataclass(slots=True)
+class Record:
+    """How one reply's drafts fared: chances by source and grade, and tokens by source.
+
+    sampled, followed: as of `Gate.costs`; the latter may change.
+    """
+
+    sampled: bool = False
+    followed: bool = False
+    number: int = field(default_factory=count().__next__)  # no two have the same
+    chances: dict[tuple[str, int], Chances] = field(default_factory=dict)
+    tallies: dict[str, Tally] = field(default_factory=dict)
+    # By source and grade: when it was decided, and how many tokens of a draft of 0, 1, ...
+    choices: Decisions = field(default_factory=dict)
+    least: tuple[int, float] = (-1, 0.0)  # when `Gate.least` was found, and what
+    # By source, grade and hope: the chances of a draft's tokens to stay, and the state of what they were made of.
+    stay: dict[tuple[str, int, float], tuple[tuple[int, int, int], list[float]]] = field(default_factory=dict)
