@@ -46,7 +46,9 @@ TREES = """\
 behind every token for the likeliest choices of all {places} places. Walked with steps that take what an H200 takes with
 Qwen3-30B-A3B's shapes (ms by tokens: {steps}), drafting itself taking nothing: speed over that without drafts.
 *Fixed*: every draft has so many tokens, which of these numbers goes furthest. *Chosen*: as many as go furthest by each
-draft's own chances. A chain takes the likeliest choice of each place, a tree the likeliest paths as a whole."""
+draft's own chances. A chain takes the likeliest choice of each place, a tree the likeliest paths as a whole.
+*Gate*: chains by the real gate, which learns as it goes: by the places of tokens alone, and told how sure the drafter
+is of each."""
 FEW, SPREAD = 20, ("median", "min", "max")
 IDENTITY = """\
 Replies of {tokens} tokens by tiny models of every family with random weights, on the {device}, against the same without
@@ -202,18 +204,20 @@ def trees(name: str, made: Json) -> list[str]:
         which = [r["tokens"].removesuffix(".parquet"), "sampled" if r["temperature"] else "greedy"]
         cells = []
         for shape in ("chain", "tree"):
-            of = [row for row in r["rows"] if row["shape"] == shape]
+            of = [row for row in r["rows"] if row["shape"] == shape and "gate" not in row]
             best = max((row for row in of if row["width"] is not None), key=lambda row: row["speed"])
             (chosen,) = (row for row in of if row["width"] is None)
             cells += [f"{best['speed']:.3f} ({best['width']})", f"{chosen['speed']:.3f}"]
             cells += [f"{chosen['tokens_a_step']:.2f} of {chosen['drafted_a_step']:.2f}"]
+        cells += [f"{row['speed']:.3f}" for row in r["rows"] if "gate" in row]
         rows.append([*which, *cells])
         right.append([*which, *(f"{one:.0%}, {two:.0%}, {most:.0%}" for one, two, _, most in r["right"])])
     columns = ["sessions", ""]
     for shape in ("chain", "tree"):
         columns += [f"{shape}, fixed", f"{shape}, chosen", "tokens a step, of drafted"]
+    columns += ["gate, by place", "gate, how sure"]
     return [
-        "## Drafts: trees", "", *origin(name, made), text, "", *table(columns, rows), "",
+        "## Drafts: trees, and how sure a drafter is", "", *origin(name, made), text, "", *table(columns, rows), "",
         "How often the likeliest choice of a place, one of two, and one of eight is right, whatever comes before:", "",
         *table(["sessions", "", *map(str, range(1, places + 1))], right),
     ]  # fmt: skip

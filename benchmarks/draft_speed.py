@@ -91,7 +91,7 @@ class Rated:
         chances = tuple((self.right / self.seen) ** k for k in range(1, n + 1))
         return Promise(lookup.NAME, 0, n, chances) if n > 0 and sum(chances) >= least else None
 
-    def draft(self, n_tokens: int) -> Draft:
+    def draft(self, n_tokens: int, sure: bool = False) -> Draft:
         """As `Source.draft`."""
         return Draft(lookup.NAME, 0, self.tokens(self.at, n_tokens))
 
@@ -117,7 +117,7 @@ class OfSession:
         self.at = len(history) - self.n_prompt
         return self.inner.promise(Beginning(self.session, self.begin + self.at), most, least)
 
-    def draft(self, n_tokens: int) -> Draft:
+    def draft(self, n_tokens: int, sure: bool = False) -> Draft:
         """As `Source.draft`."""
         made, at = self.inner.draft(n_tokens), self.begin + self.at
         right = [a == b for a, b in zip(made.tokens, self.session[at : at + n_tokens], strict=True)]
@@ -161,8 +161,8 @@ class Imposing(Drafts):
             return
         compute = inner.draft
 
-        def draft(n_tokens: int) -> Draft | None:
-            made = compute(n_tokens)
+        def draft(n_tokens: int, sure: bool = False) -> Draft | None:
+            made = compute(n_tokens, sure)
             if made is None:
                 return None
             tokens = rated.tokens(len(reply.history) - rated.n_prompt, len(made.tokens))

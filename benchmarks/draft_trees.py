@@ -10,7 +10,7 @@ were left would have to be moved or masked. Drafting costs nothing here either.
 The engine decodes each reply once, on the CPU, and asks the drafter behind every token for the likeliest choices of all
 places. Then the same replies are walked by each way of drafting, with steps that take what they were measured to take:
 with every number of tokens fixed, and with the number that each draft's own chances make the best, for chains and for
-trees alike.
+trees alike; and chains by the real gate, with and without being told how sure the drafter is.
 """
 
 from __future__ import annotations
@@ -32,7 +32,11 @@ sys.path.insert(0, str(ROOT))
 from benchmarks.drafts import Steps, prompts_of  # noqa: E402
 from benchmarks.driving import note  # noqa: E402
 from benchmarks.figures import json_option  # noqa: E402
+from engine.drafting.dflash import NAME, PRIORS  # noqa: E402
 from engine.drafting.drafter import open_drafter  # noqa: E402
+from engine.drafting.gate import Gate  # noqa: E402
+from engine.drafting.outcomes import Record  # noqa: E402
+from engine.drafting.source import Draft, Promise  # noqa: E402
 from engine.ground.config import EngineConfig  # noqa: E402
 from engine.ground.sampling import Sampling  # noqa: E402
 from engine.ops import cpu  # noqa: E402
@@ -148,6 +152,34 @@ def walk(some: Sequence[Written], drafts: Shape, times: Times) -> dict[str, floa
     return {"tokens": n_tokens, "steps": n_steps, "drafted": n_drafted, "seconds": seconds}
 
 
+def gated(some: Sequence[Written], times: Times, sure: bool) -> dict[str, Any]:
+    """Chains by the real gate, which learns as it goes; sure: whether it is told how sure the drafter is."""
+    gate, fits = Gate({NAME: PRIORS}), lambda n: n <= 1 + places
+    places = len(some[0].blocks[0].ids)
+    gate.begin({n: times(1 + n) for n in range(1 + places)})
+    n_steps = n_drafted = n_tokens = 0
+    seconds = 0.0
+    for one in some:
+        record, at = Record(), 0
+        n_tokens += len(one.blocks)
+        while at < len(one.blocks):
+            block, due = one.blocks[at], one.reply[at + 1 : -1]
+            room = min(places, len(due))
+            (n,) = gate.share([(Promise(NAME, 0, room, is_block=True), record)], fits, places) if room else (0,)
+            chances = np.exp(block.chances[:n, 0])
+            draft = Draft(NAME, 0, block.ids[:n, 0].tolist(), sure=tuple(chances) if sure else ()) if n else None
+            if draft is not None and sure:
+                draft = draft.first(gate.cut(draft, record, fits))
+            n = 0 if draft is None else len(draft.tokens)
+            stayed, taken_s = accepted(block, [(0,) * (k + 1) for k in range(n)], due), times(1 + n)
+            if draft is None:
+                gate.plain(1, taken_s)
+            else:
+                gate.note([(draft, record, n, stayed)], taken_s)
+            at, n_steps, n_drafted, seconds = at + 1 + stayed, n_steps + 1, n_drafted + n, seconds + taken_s
+    return {"tokens": n_tokens, "steps": n_steps, "drafted": n_drafted, "seconds": seconds}
+
+
 def compared(some: Sequence[Written], times: Times) -> dict[str, Any]:
     """Each way's tokens a step, and its speed over that of decoding without drafts."""
     plain = walk(some, fixed(chain, 0), times)
@@ -159,6 +191,12 @@ def compared(some: Sequence[Written], times: Times) -> dict[str, Any]:
                 "shape": name, "width": n, "speed": plain["seconds"] / got["seconds"],
                 "tokens_a_step": got["tokens"] / got["steps"], "drafted_a_step": got["drafted"] / got["steps"],
             })  # fmt: skip
+    for sure in (False, True):
+        got = gated(some, times, sure)
+        found["rows"].append({
+            "shape": "chain", "gate": "how sure" if sure else "by place", "speed": plain["seconds"] / got["seconds"],
+            "tokens_a_step": got["tokens"] / got["steps"], "drafted_a_step": got["drafted"] / got["steps"],
+        })  # fmt: skip
     return found
 
 

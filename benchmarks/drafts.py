@@ -305,9 +305,9 @@ class Counting:
         decoder = self.engine.loaded.decoder
         step, run, width = decoder.step, decoder.run, [0]
 
-        def ran(proposals: Any) -> Any:
+        def ran(proposals: Any, *more: Any, **named: Any) -> Any:
             width[0] = sum(len(p.span.tokens) for p in proposals)
-            return run(proposals)
+            return run(proposals, *more, **named)
 
         def stepped(replies: Any, *more: Any) -> Any:
             made, began = replies[0].made, time.perf_counter()

@@ -62,7 +62,7 @@ class SuffixSource:
         n = len(self.made.token_ids)
         return Promise(NAME, 0, n, tuple(accumulate(self.made.probs, mul))) if n else None
 
-    def draft(self, n_tokens: int) -> Draft:
+    def draft(self, n_tokens: int, sure: bool = False) -> Draft:
         """As `Source.draft`."""
         return Draft(NAME, 0, tuple(self.made.token_ids[:n_tokens]) if n_tokens else ())
 

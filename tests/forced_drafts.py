@@ -26,7 +26,7 @@ class SomeRight:
         self.tokens = follow[:wrong] + [(token + 1) % 301 for token in follow[wrong:]]
         return Promise("lookup", 0, n) if n else None
 
-    def draft(self, n_tokens: int) -> Draft:
+    def draft(self, n_tokens: int, sure: bool = False) -> Draft:
         return Draft("lookup", 0, tuple(self.tokens[:n_tokens]))
 
     def close(self) -> None:

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from engine.drafting.confidence import sureness
 from engine.drafting.drafter import DrafterConfig, DrafterWeights
 from engine.drafting.source import Draft, Promise
 from engine.formats.quants import QTensor
@@ -219,16 +220,16 @@ class Drafter:
 
     def draft(self, ring: Ring, token: int, most: int) -> tuple[int, ...]:
         """At most `most` tokens behind `token`, which stands where the features end; none where there are none."""
+        draft = self.drafted(ring, token, most)
+        return () if draft is None else tuple(draft.tokens)
+
+    def drafted(self, ring: Ring, token: int, most: int, sure: bool = False) -> Draft | None:
+        """The same as a draft, with how sure the drafter is of each, which it is wherever the host has logits."""
         n = self._room(ring, most)
         if n < 1:
-            return ()
-        rows = np.asarray(self._device.read(self.logits(ring, token, n))).argmax(axis=1)
-        return self._of_target(rows.tolist())
-
-    def drafted(self, ring: Ring, token: int, most: int) -> Draft | None:
-        """The same as a draft; None where there is none."""
-        tokens = self.draft(ring, token, most)
-        return Draft(NAME, 0, tokens) if tokens else None
+            return None
+        logits = np.asarray(self._device.read(self.logits(ring, token, n)))
+        return Draft(NAME, 0, self._of_target(logits.argmax(axis=1).tolist()), sure=sureness(logits))
 
     def logits(self, ring: Ring, token: int, n: int) -> F32:
         """What the head says of the first n masks of a block behind the features, [n, rows of the head]."""
@@ -334,12 +335,12 @@ class DFlash:
         if n < 1 or end != len(history) - 1 or end >= drafter.n_ctx or not (self._n or ring.first < end):
             return None
         self._token = history[-1]
-        return Promise(NAME, 0, n)
+        return Promise(NAME, 0, n, is_block=True)
 
-    def draft(self, n_tokens: int) -> Draft | None:
+    def draft(self, n_tokens: int, sure: bool = False) -> Draft | None:
         """As `Source.draft`."""
         self._feed_waiting()
-        return self._drafter.drafted(self._ring, self._token, n_tokens)
+        return self._drafter.drafted(self._ring, self._token, n_tokens, sure)
 
     def close(self) -> None:
         """As `Source.close`."""

@@ -2,7 +2,9 @@
 
 A step with some tokens of a reply's draft gives it one token and those of the draft that stay. How many stay its source
 says, where it judges its drafts by itself; else it is expected from how drafts of the same source and grade fared
-lately, position by position: this reply's own, and as long as those are few all replies' (`Chances`). What a step takes
+lately, position by position: this reply's own, and as long as those are few all replies' (`Chances`). A drafter that
+says how sure it was of each token is asked for a draft first, and then as much of it is taken as goes furthest
+(`Gate.cut`, `Confidence`); whether to ask is known from what came of that. What a step takes
 is expected from steps with as many (`Costs`). The tokens
 taken are those with the largest sum of log(tokens / seconds) over the replies that share the step: for one it is its
 speed, and of several none is slowed for another's sake by more than the other gains.
@@ -18,13 +20,15 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heapreplace
 
+from engine.drafting.confidence import Confidence
 from engine.drafting.costs import COST_FADE, LEAST_S, Costs, StepCosts, clipped, key_of
-from engine.drafting.outcomes import GROUP_OF, MOST_TOKENS, Chances, Decisions, Record, Tally
+from engine.drafting.outcomes import GROUP_OF, GROUPS, MOST_TOKENS, Chances, Decisions, Record, Tally, Worth
 from engine.drafting.source import Draft, Promise, Source
 
 TRIAL_SHARE = 0.01  # of the time, that trials may cost
 SAVED_STEPS = 12.0  # plain ones, whose time may be saved up for trials at most
 PLAIN_EVERY = 100  # steps with drafts, after which one without is seen again
+KNOW_EVERY = 32  # drafts, of one of which it is asked how sure the source was, though that seems to be worth nothing
 GAIN = 1.05  # over plain decoding, that is expected at least where a draft is no trial
 LOOKS = 8  # in vain, after each of which one token more is skipped before the next
 MOST_SKIPPED = 3
@@ -36,6 +40,7 @@ _MOST_SHARED = 1024  # decisions of replies that share a step that are remembere
 _UNDECIDED: tuple[int, list[int]] = (-1, [])
 # Plain ones, after which a reply's decisions are made anew where no draft has been seen since: first, and at most.
 _SETTLED_STEPS = 48, 384
+_FEW_MADE = 8.0  # drafts, that are made before it counts what was taken of them
 _ODD_COST = 3.0  # times what was expected: what takes longer is taken for that, since it may be the machine's
 
 Priors = Sequence[Sequence[float]]  # by grade, by group of positions
@@ -84,8 +89,11 @@ class Gate:
     def __init__(self, priors: dict[str, Priors]) -> None:
         self._priors = priors
         self._chances: dict[tuple[str, int], Chances] = {}
+        self._confidence: dict[str, Confidence] = {}  # of sources that say how sure they are
+        self._worth: dict[tuple[str, int], Worth] = {}
         self._costs = StepCosts()
         self._saved_s = 0.0
+        self._asked = 0  # whether it is worth knowing how sure a source is
         self._tokens = 0  # decoded by all
         self._making_s: dict[str, float] = {}  # what it takes to make a draft, by source, where it takes anything
         self._news = 0  # goes up when what was decided may be decided otherwise
@@ -143,11 +151,10 @@ class Gate:
         promise, record = offers[0]
         if promise.chances is not None:
             self._lengths = tuple(n for n in range(1, MOST_TOKENS + 1) if fits(1 + n))
-            return [self._judged(promise, record, min(promise.n_tokens, most))]
+            making_s = self._making_s.get(promise.source, 0.0)
+            return [self._judged(promise, record, min(promise.n_tokens, most), making_s)]
         if self.decided(promise, record) is None:
-            kind = promise[:2]
-            made = record.choices if kind in record.chances else self._made[key_of(1, record.sampled, record.followed)]
-            made[kind] = self._news, self._by_length(promise, record, fits)
+            self._decisions(promise, record)[promise[:2]] = self._news, self._by_length(promise, record, fits)
         n = self.decided(promise._replace(n_tokens=min(promise.n_tokens, most)), record)
         return [n or 0]
 
@@ -162,11 +169,16 @@ class Gate:
         So next to nothing is done for a token where nothing is drafted.
         """
         if promise.chances is not None:
-            return self._judged(promise, record, promise.n_tokens) if self._lengths else None
-        kind = promise[:2]
-        made = record.choices if kind in record.chances else self._made[key_of(1, record.sampled, record.followed)]
-        when, by_length = made.get(kind, _UNDECIDED)
+            making_s = self._making_s.get(promise.source, 0.0)
+            return self._judged(promise, record, promise.n_tokens, making_s) if self._lengths else None
+        when, by_length = self._decisions(promise, record).get(promise[:2], _UNDECIDED)
         return by_length[promise.n_tokens] if when == self._news else None
+
+    def _decisions(self, promise: Promise, record: Record) -> Decisions:
+        """Where those of a reply's kind are: its own, or of all replies that saw none of the kind."""
+        if promise[:2] in record.chances or promise[:2] in record.worth:
+            return record.choices
+        return self._made[key_of(1, record.sampled, record.followed)]
 
     def least(self, record: Record) -> float:
         """Tokens that must be expected of a draft for a reply that is alone to get any of it, at least."""
@@ -189,7 +201,53 @@ class Gate:
         hopeful = self._may_hope or not costs.is_settled(1)
         return GAIN * costs.of(1, hopeful) / costs.plain - 1.0
 
-    def _judged(self, promise: Promise, record: Record, most: int) -> int:
+    def cut(self, draft: Draft, record: Record, fits: Callable[[int], bool]) -> int:
+        """How many tokens of a draft that was made a reply that is alone gets, by how sure its source was of each."""
+        kind, costs = (draft.source, draft.grade), self.costs(1, record.sampled, record.followed)
+        if not costs.is_known:
+            return len(draft.tokens)
+        self._lengths = tuple(n for n in range(1, MOST_TOKENS + 1) if fits(1 + n))
+        confidence = self._confidence.setdefault(draft.source, Confidence(len(GROUPS) + 1))
+        known, stay, all_before = self._by_group(kind, record), [], 1.0
+        for sure, group in zip(draft.sure, GROUP_OF, strict=False):
+            all_before *= confidence.chance(known[group], sure, group)
+            stay.append(all_before)
+        n = self._judged(Promise(*kind, len(stay), tuple(stay)), record, len(stay), 0.0, least=1.0)
+        if n == 0:
+            self._save(-self._making_s.get(draft.source, 0.0), costs)
+        for worth in (self._worth, record.worth):
+            worth.setdefault(kind, Worth()).note(stay, n, costs.of(n) / costs.plain)
+        self._news += 1
+        return n
+
+    def is_worth_knowing(self, source: str, grade: int, record: Record) -> bool:
+        """Whether it pays to wait for how sure a source is of a draft, so that it can be cut by that.
+
+        As long as nobody knows, and once in a while where it does not.
+        """
+        gains = self._cut_gains((source, grade), record)
+        self._asked += 1
+        return gains is None or gains[0] >= GAIN * gains[1] or self._asked % KNOW_EVERY == 0
+
+    def _cut_gains(self, kind: tuple[str, int], record: Record) -> tuple[float, float] | None:
+        """Speed over that of plain decoding by drafts of a kind that are made and then cut, and by the best of others.
+
+        That are none, and all drafts cut to one length. None: too few were made.
+        """
+        of_all, costs = self._worth.get(kind), self.costs(1, record.sampled, record.followed)
+        if of_all is None or of_all.n < _FEW_MADE or not costs.is_known:
+            return None
+        worth = record.worth.get(kind, Worth()).plus(of_all, _OWN / of_all.n)  # all saw as much as so many of its own
+        making = worth.n * self._making_s.get(kind[0], 0.0) / costs.plain
+        others = (worth.at[n] / (making + worth.n * costs.of(n) / costs.plain) for n in self._lengths)
+        return worth.tokens / (making + worth.time), max(1.0, *others)
+
+    def _cut_gain(self, kind: tuple[str, int], record: Record) -> float | None:
+        """The first of them, where drafts are judged by it."""
+        gains = self._cut_gains(kind, record)
+        return None if gains is None or gains[0] < GAIN * gains[1] else gains[0]
+
+    def _judged(self, promise: Promise, record: Record, most: int, making_s: float, least: float = GAIN) -> int:
         """How many tokens a reply that is alone gets of a draft whose source says what to expect.
 
         Where none pays by what steps are known to take, what they may take decides, as far as a trial can be paid; of
@@ -199,10 +257,10 @@ class Gate:
         costs = self.costs(1, record.sampled, record.followed)
         if not costs.is_known:
             return 0
-        chances, making_s = list(promise.chances[:most]), self._making_s.get(promise.source, 0.0)
+        chances = list(promise.chances[:most])
         for hopeful in (False, True):
             _, best, gain = max(_lone_choices(chances, self._lengths, costs, making_s, hopeful), default=(0, 0, 1.0))
-            if gain >= GAIN:
+            if best and gain >= least:
                 break
         else:
             return 0
@@ -224,10 +282,16 @@ class Gate:
         for n, best, gain in _lone_choices(mean, lengths, costs, making_s):
             decided[n:], gains[n:] = [best if gain >= GAIN else 0] * (len(decided) - n), [gain] * (len(decided) - n)
         pays = decided.copy()
+        cut_gain = self._cut_gain(promise[:2], record)
+        if cut_gain is not None:
+            gains = [cut_gain] * len(decided)
+            for n, longest in enumerate(_longest(lengths)):
+                pays[n] = longest if promise.is_block else pays[n] or longest
+            decided = pays.copy()
         # A width that was seen to take too long a few times, or only before the first request, may have been disturbed.
         for n, best, gain in _lone_choices(mean, lengths, costs, making_s, hopeful=True):
             decided[n:] = pays[n:]
-            if 0 < pays[n] != best and gain >= GAIN * gains[n] and not costs.is_settled(best):
+            if cut_gain is None and 0 < pays[n] != best and gain >= GAIN * gains[n] and not costs.is_settled(best):
                 loss_s = making_s + costs.of(best) - costs.plain * (1.0 + sum(mean[:best])) / gains[n]
                 if loss_s <= self._saved_s:
                     decided[n:] = [best] * (len(decided) - n)
@@ -301,6 +365,9 @@ class Gate:
         costs = self.costs(n_replies, offer[1].sampled, offer[1].followed)
         if not costs.is_known:
             return 1.0
+        cut_gain = self._cut_gain(offer[0][:2], offer[1]) if n_replies == 1 else None
+        if cut_gain is not None:
+            return cut_gain
         stay: list[list[float] | None] = [self._stay(*offer, 0.0)]
         return self._best(stay + [None] * (n_replies - 1), costs, fits, most, making_s=self._making([offer])).gain
 
@@ -324,8 +391,7 @@ class Gate:
             drafted += n_given
             gained += math.log1p(n_stayed)
             self._tokens += 1 + n_stayed
-            kind = draft.source, draft.grade
-            self._learn(kind, record, n_given, n_stayed)
+            self._learn(draft, record, n_given, n_stayed)
             for tallies in (self.tallies, record.tallies):
                 tally = tallies.setdefault(draft.source, Tally())
                 tally.drafted += n_given
@@ -340,9 +406,13 @@ class Gate:
     def met(self, draft: Draft, record: Record, n_seen: int, n_stayed: int) -> None:
         """Take in how a draft would have fared, of which the first tokens have come by themselves."""
         self._news += 1
-        self._learn((draft.source, draft.grade), record, n_seen, n_stayed)
+        self._learn(draft, record, n_seen, n_stayed)
 
-    def _learn(self, kind: tuple[str, int], record: Record, n_given: int, n_stayed: int) -> None:
+    def _learn(self, draft: Draft, record: Record, n_given: int, n_stayed: int) -> None:
+        kind = draft.source, draft.grade
+        if draft.sure:
+            confidence = self._confidence.setdefault(draft.source, Confidence(len(GROUPS) + 1))
+            confidence.learn(self._by_group(kind, record), draft.sure[:n_given], GROUP_OF, n_stayed)
         for chances in (self._of_all(kind), record.chances.setdefault(kind, Chances())):
             chances.note(n_given, n_stayed)
 
@@ -366,10 +436,12 @@ class Gate:
         state = of_all.n_noted, of_all.at, 0 if own is None else own.n_noted
         made = record.stay.get((*kind, hope))
         if made is None or made[0] != state:
-            made = record.stay[(*kind, hope)] = state, self._all_stay(kind, of_all, own, hope)
+            made = record.stay[(*kind, hope)] = state, _all_stay(self._by_group(kind, record, hope))
         return made[1][: promise.n_tokens]
 
-    def _all_stay(self, kind: tuple[str, int], of_all: Chances, own: Chances | None, hope: float) -> list[float]:
+    def _by_group(self, kind: tuple[str, int], record: Record, hope: float = 0.0) -> list[float]:
+        """The chances that tokens at positions of each group stay if all before them do; hope: as of `_stay`."""
+        of_all, own = self._of_all(kind), record.chances.get(kind)
         priors = self._priors[kind[0]]
         prior = priors[min(kind[1], len(priors) - 1)]
         by_group = []
@@ -378,13 +450,7 @@ class Gate:
             if own is not None:
                 chance = (own.stayed[group] + _OWN * chance + hope) / (own.seen[group] + _OWN + hope)
             by_group.append(chance)
-        stay, all_before = [], 1.0
-        for group in GROUP_OF:
-            all_before *= by_group[group]
-            if all_before < _LEAST:
-                break
-            stay.append(all_before)
-        return stay
+        return by_group
 
     def _best(
         self, stay: Sequence[list[float] | None], costs: Costs, fits: Callable[[int], bool], most: int,
@@ -425,6 +491,22 @@ class Gate:
                 if value > best:
                     best, choice = value, _Choice(tokens.copy(), math.exp(value), total)
             yield choice
+
+
+def _all_stay(by_group: Sequence[float]) -> list[float]:
+    """The chances that a draft's first, second, ... token stays, and all before it."""
+    stay, all_before = [], 1.0
+    for group in GROUP_OF:
+        all_before *= by_group[group]
+        if all_before < _LEAST:
+            break
+        stay.append(all_before)
+    return stay
+
+
+def _longest(lengths: Sequence[int]) -> Iterator[int]:
+    """The longest of some lengths that a draft of 0, 1, ... tokens can be cut to."""
+    return (max((n for n in lengths if n <= most), default=0) for most in range(MOST_TOKENS + 1))
 
 
 def _lone_choices(

@@ -110,7 +110,7 @@ class Lookup:
             return None
         return Promise(NAME, 0, found, tuple(look.chances[: look.n_chances]))
 
-    def draft(self, n_tokens: int) -> Draft:
+    def draft(self, n_tokens: int, sure: bool = False) -> Draft:
         """As `Source.draft`."""
         return Draft(NAME, 0, tuple(self._look.tokens[:n_tokens]))
 

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import count
+from itertools import accumulate, count
 
 MOST_TOKENS = 31  # of a draft: the longest step whose rows have the bits of single steps has one more
 GROUPS = (1, 2, 4, 8, 16)  # positions of a draft that are judged together begin here, counted from 0
 _FADE = 0.985  # what is left of what was seen at a position when it is seen again
 _FADE_TOKENS = 4000.0  # decoded tokens after which 1/e is left of it
+_MADE_FADE = 0.95  # what is left of what drafts were worth when another is made
 
 Decisions = dict[tuple[str, int], tuple[int, list[int]]]
 
@@ -49,6 +51,33 @@ class Chances:
 
 
 @dataclass(slots=True)
+class Worth:
+    """What drafts are worth that are made and then cut: how many there were, and of the steps with what was left:
+
+    tokens, as expected, and time, in plain steps. at: expected tokens, had all been cut to 0, 1, ... tokens.
+    """
+
+    n: float = 0.0
+    tokens: float = 0.0
+    time: float = 0.0
+    at: list[float] = field(default_factory=lambda: [0.0] * (MOST_TOKENS + 1))
+
+    def note(self, stay: Sequence[float], n_left: int, time: float) -> None:
+        """Take in one more, whose tokens stay with those chances."""
+        expected = [*accumulate(stay, initial=1.0)]
+        self.n, self.time = 1.0 + _MADE_FADE * self.n, time + _MADE_FADE * self.time
+        self.tokens = expected[n_left] + _MADE_FADE * self.tokens
+        for k, before in enumerate(self.at):
+            self.at[k] = expected[min(k, len(stay))] + _MADE_FADE * before
+
+    def plus(self, other: Worth, times: float) -> Worth:
+        """Both together, the other so many times."""
+        a, b = ([w.n, w.tokens, w.time, *w.at] for w in (self, other))
+        n, tokens, time, *at = (x + times * y for x, y in zip(a, b, strict=True))
+        return Worth(n, tokens, time, at)
+
+
+@dataclass(slots=True)
 class Tally:
     """Tokens of drafts that were in steps, and those of them that stayed."""
 
@@ -58,7 +87,7 @@ class Tally:
 
 @dataclass(slots=True)
 class Record:
-    """How one reply's drafts fared: chances by source and grade, and tokens by source.
+    """How one reply's drafts fared: chances and worth by source and grade, and tokens by source.
 
     sampled, followed: as of `Gate.costs`; the latter may change.
     """
@@ -70,6 +99,7 @@ class Record:
     tallies: dict[str, Tally] = field(default_factory=dict)
     # By source and grade: when it was decided, and how many tokens of a draft of 0, 1, ...
     choices: Decisions = field(default_factory=dict)
+    worth: dict[tuple[str, int], Worth] = field(default_factory=dict)
     least: tuple[int, float] = (-1, 0.0)  # when `Gate.least` was found, and what
     # By source, grade and hope: the chances of a draft's tokens to stay, and the state of what they were made of.
     stay: dict[tuple[str, int, float], tuple[tuple[int, int, int], list[float]]] = field(default_factory=dict)

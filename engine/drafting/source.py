@@ -17,7 +17,8 @@ class Draft:
     """Tokens that may follow a reply's last, the next one first; source, grade: as of `Promise`.
 
     drawn: where a device that is still at it leaves them, int32 [n]; the host has `tokens` when what is enqueued behind
-    has been waited for. made_s: what it takes to make them, where nobody waits for that.
+    has been waited for. made_s: what it takes to make them, where nobody waits for that. sure: the chance that its
+    source gives each of them, if it says so, which is not its chance to stay.
     """
 
     source: str
@@ -25,11 +26,16 @@ class Draft:
     tokens: Sequence[int]
     drawn: Any = None
     made_s: float | None = None
+    sure: Sequence[float] = ()
+
+    def first(self, n: int) -> Draft | None:
+        """Its first n tokens; None: nothing."""
+        return replace(self, tokens=self.tokens[:n], sure=self.sure[:n]) if n else None
 
     def known(self) -> Draft | None:
         """The same when the device has been waited for, up to the first token that it could not draw; None: nothing."""
         tokens = tuple(itertools.takewhile(lambda token: token >= 0, self.tokens))
-        return replace(self, tokens=tokens, drawn=None) if tokens else None
+        return replace(self, tokens=tokens, drawn=None, sure=self.sure[: len(tokens)]) if tokens else None
 
 
 class Promise(NamedTuple):
@@ -37,13 +43,14 @@ class Promise(NamedTuple):
 
     source: who makes it. grade: 0, 1, ...: how sure it is; drafts of one source and grade are judged by how those
     before them fared. n_tokens: that it has at most. chances: of its first tokens to be right, each with all before it,
-    by a source that judges them by itself; None: it does not.
+    by a source that judges them by itself; None: it does not. is_block: to make all takes no longer than to make one.
     """
 
     source: str
     grade: int
     n_tokens: int
     chances: tuple[float, ...] | None = None
+    is_block: bool = False
 
 
 class Source(Protocol):
@@ -56,8 +63,11 @@ class Source(Protocol):
         tokens of a draft that must be expected to be right for anybody to want it; who does not judge drafts promises.
         """
 
-    def draft(self, n_tokens: int) -> Draft | None:
-        """So many tokens of what was promised last; a source that computes them takes its time here."""
+    def draft(self, n_tokens: int, sure: bool = False) -> Draft | None:
+        """So many tokens of what was promised last; a source that computes them takes its time here.
+
+        sure: it is to say how sure it is of them, if that is known, even where a device has to be waited for.
+        """
 
     def close(self) -> None:
         """The reply has ended; gives back what it took."""

@@ -6,6 +6,7 @@ has them when it has what the model drew. So it learns what a draft takes from t
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Hashable
@@ -81,6 +82,17 @@ class Timed:
         return min(timings), is_timed  # the least: one that was disturbed counts for all that are not timed
 
 
+def known_draft(source: str, sampler: Sampler, n: int, launch: Callable[[], None]) -> Draft | None:
+    """A draft that is waited for: the first n tokens that a sampler draws, and how likely it found each."""
+    launch()
+    sampler.device.synchronize()
+    draft = Draft(source, 0, UnderWay(sampler, n)).known()
+    if draft is None:
+        return None
+    found = [sampler.likelihood(i + 1) for i in range(len(draft.tokens))]
+    return replace(draft, sure=tuple(0.0 if one is None else math.exp(one.logprob) for one in found))
+
+
 class CapturedDrafter(Drafter):
     """A DFlash drafter on a GPU. Its workspace and what it captures are its own; `gpu` is the device of all of it."""
 
@@ -91,7 +103,7 @@ class CapturedDrafter(Drafter):
         # Draws begin at whole vectors of logits; and a long block's attention is cut by where it ends.
         self._is_captured = n_rows % 4 == 0 and B <= SMALL_TOKENS
         self._widths = [*(n for n in DRAFT_WIDTHS if n < B - 1), B - 1]
-        self._sampler = Sampler(gpu, replace(self._ws.limits, n_vocab=n_rows))
+        self._sampler = Sampler(gpu, replace(self._ws.limits, n_vocab=n_rows), described=B)
         self._drawn = gpu.upload(np.zeros(B - 1, np.int32))  # what is not drawn is a token all the same
         self._unused = gpu.empty(1, np.int32), gpu.empty((1, 1), np.int32)  # what else a draw writes for a next step
 
@@ -107,17 +119,21 @@ class CapturedDrafter(Drafter):
         self._graphs.get(("feed", ring.number, width), lambda: self._keep(waiting)).launch()
         self._written(ring, position + n)
 
-    def drafted(self, ring: Ring, token: int, most: int) -> Draft | None:
-        """As of `Drafter`; the tokens may be under way, until the next are asked for."""
+    def drafted(self, ring: Ring, token: int, most: int, sure: bool = False) -> Draft | None:
+        """As of `Drafter`; the tokens may be under way, until the next are asked for, unless `sure` is wanted."""
         n = self._room(ring, most)
         if not n or not self._is_captured or not self._sees_all(ring):
             return super().drafted(ring, token, most)
         width = next(width for width in self._widths if width >= n)
         self._begin(ring, token)
-        self._sampler.prepare(GREEDY, (), 0, (), width + 1)  # its limit is not met: all draws are made
-        graph = self._graphs.get(("draft", width), lambda: self._draw(width))
-        seconds, is_known = self._timed.launch(width, graph.launch)
+        # Its limit is not met: all draws are made.
+        self._sampler.prepare(GREEDY, (), 0, (), width + 1, logprobs=0 if sure else None)
+        graph = self._graphs.get(("draft", width, sure), lambda: self._draw(width, sure))
         self._written(ring, ring.end + self.config.block_tokens)
+        if sure:
+            made = known_draft(NAME, self._sampler, n, graph.launch)
+            return None if made is None else replace(made, tokens=self._of_target(made.tokens))
+        seconds, is_known = self._timed.launch(width, graph.launch)
         draft = Draft(NAME, 0, UnderWay(self._sampler, n), self._drawn[:n], seconds)
         if self._weights.d2t is None and not is_known:
             return draft
@@ -126,12 +142,14 @@ class CapturedDrafter(Drafter):
         known = draft.known()
         return None if known is None else replace(known, tokens=self._of_target(known.tokens))
 
-    def _draw(self, width: int) -> None:
-        """What is captured: a block, and a draw from each of the first rows of its head."""
+    def _draw(self, width: int, sure: bool) -> None:
+        """What is captured: a block, and a draw from each of the first rows of its head; sure: and its likelihood."""
         logits = self._block(width, self.config.reach, 0)
         (position, slots), table = self._unused, self._table[None]
         for i in range(width):
             self._sampler.step(logits[i : i + 1], self._drawn[i : i + 1], position, slots, table, greedy=True)
+            if sure:
+                self._sampler.describe(logits[i : i + 1])
 
     def rehearse(self) -> None:
         """As of `Drafter`, and of every width that is captured; some of all rings."""
@@ -143,5 +161,6 @@ class CapturedDrafter(Drafter):
                 self.feed_waiting(ring, min(n, FEED_TOKENS), 0)
             for n in self._widths if ring.number == rings[0].number else ():
                 self.drafted(ring, 0, n)
+                self.drafted(ring, 0, n, sure=True)
         for ring in rings:
             self.give_back(ring)

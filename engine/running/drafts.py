@@ -122,7 +122,15 @@ class Drafts:
         if not any(counts):
             return self._nothing(replies)
         alone = sum(map(bool, counts)) == 1
-        return [self._drafted(one[0], n, alone) if one and n else None for one, n in zip(chosen, counts, strict=True)]
+        sure = [one is not None and len(replies) == 1 and self._is_worth_knowing(*one) for one in chosen]
+        drafts = [
+            self._drafted(one[0], n, alone, wanted) if one and n else None
+            for one, n, wanted in zip(chosen, counts, sure, strict=True)
+        ]
+        draft, one = drafts[0], chosen[0]
+        if len(replies) == 1 and draft is not None and draft.sure and one is not None:
+            drafts = [draft.first(self._gate.cut(draft, one[2], self._fits))]
+        return drafts
 
     def _nothing(self, replies: Many[Reply]) -> list[Draft | None] | None:
         """No draft for anybody. Of most such steps nothing is told: they are short, and many."""
@@ -202,7 +210,7 @@ class Drafts:
             most_s = ODD_STEP * (self._making_s + followed.of(len(p.draft.tokens)))
             won_s = alone.plain * (1 + p.stayed) - min(seconds, most_s)
         else:
-            won_s = min(0.0, alone.plain - followed.plain)
+            won_s = min(0.0, alone.plain - followed.plain) - self._making_s
         drafting.won_s = min(drafting.won_s + won_s, MOST_WON * alone.plain)
         if drafting.won_s < -MOST_LOST * alone.plain:
             self._drop(drafting)
@@ -339,10 +347,17 @@ class Drafts:
         self._gate.left(drafting.record)
         self._rest = self._resting = min(2 * self._rest + 1, MOST_RESTING)
 
-    def _drafted(self, source: Source, n_tokens: int, alone: bool) -> Draft | None:
-        """The tokens; of one that computes them it is counted how long that takes. alone: no others are made now."""
+    def _is_worth_knowing(self, source: Source, promise: Promise, record: Record) -> bool:
+        """Whether a device is to be waited for, so that a draft can be cut by how sure its source is."""
+        return promise.chances is None and self._gate.is_worth_knowing(promise.source, promise.grade, record)
+
+    def _drafted(self, source: Source, n_tokens: int, alone: bool, sure: bool) -> Draft | None:
+        """The tokens; of one that computes them it is counted how long that takes.
+
+        alone: no others are made now. sure: as of `Source.draft`.
+        """
         began_s = time.perf_counter()
-        draft = source.draft(n_tokens)
+        draft = source.draft(n_tokens, sure)
         if draft is not None and not isinstance(source, Lookup):
             taken_s = time.perf_counter() - began_s if draft.made_s is None else draft.made_s
             self._gate.made(draft.source, taken_s)

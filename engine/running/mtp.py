@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from engine.drafting.confidence import sureness
 from engine.drafting.source import Draft, Promise
 from engine.formats.quants import QTensor
 from engine.ground.errors import CapacityError
@@ -31,7 +32,7 @@ from engine.ops.cuda.sampling import HISTORY_TOKENS, Sampler
 from engine.ops.device import Array
 from engine.placing import policy
 from engine.placing.placement import Placement
-from engine.running.device_drafts import GREEDY, Timed, UnderWay
+from engine.running.device_drafts import GREEDY, Timed, UnderWay, known_draft
 from engine.running.forward import GRAPH_TOKENS
 from engine.running.reply import Reply
 from engine.running.stepping import Span, Steps
@@ -237,28 +238,31 @@ class Predictor:
 
     # --- drafting -------------------------------------------------------------------------------------
 
-    def drafts(self, asked: Many[Asked], beyond: float | None = None) -> list[Draft | None]:
+    def drafts(self, asked: Many[Asked], beyond: float | None = None, sure: bool = False) -> list[Draft | None]:
         """The likeliest tokens behind each of some histories, one after the other; None where the block is not there.
 
         As many at a time as share a step. Fewer than wanted where the context or the cache ends. Where a device draws
-        them they may be under way: until the next are asked for. beyond: in place of what is known of a sequence.
+        them they may be under way: until the next are asked for. beyond: in place of what is known of a sequence. sure:
+        as of `Source.draft`.
         """
         self._settle([(one.sequence, one.history) for one in asked])
         most = [self._room(one) for one in asked]
         going = [i for i, n in enumerate(most) if n > 0]
         if self._sampler is not None:
-            return [self._drafted(one, n, beyond) if n > 0 else None for one, n in zip(asked, most, strict=True)]
-        found: list[list[int]] = [[] for _ in asked]
+            both = zip(asked, most, strict=True)
+            return [self._drafted(one, n, beyond, sure) if n > 0 else None for one, n in both]
+        found: list[Draft | None] = [None] * len(asked)
         if going:
             drafted = self._drafted_together([asked[i] for i in going], [most[i] for i in going])
-            for i, tokens in zip(going, drafted, strict=True):
-                found[i] = tokens
-        return [Draft(SOURCE, 0, tuple(tokens)) if tokens else None for tokens in found]
+            for i, (tokens, chances) in zip(going, drafted, strict=True):
+                found[i] = Draft(SOURCE, 0, tuple(tokens), sure=chances) if tokens else None
+        return found
 
-    def _drafted_together(self, asked: Many[Asked], most: Many[int]) -> list[list[int]]:
-        """Drafts of so many tokens, in steps that they share, and the host finds the largest logit of each."""
+    def _drafted_together(self, asked: Many[Asked], most: Many[int]) -> list[tuple[list[int], list[float]]]:
+        """Tokens of drafts, and how sure the block is of each: in steps that they share, and the host draws."""
         self._start(asked)
         sequences, found = [one.sequence for one in asked], [list[int]() for _ in asked]
+        all_sure = [list[float]() for _ in asked]
         rows, norm = np.arange(len(asked), dtype=np.int32), nextn.last_norm(self.block, self.forward.weights)
         for n in range(max(most)):
             b = self._short[n % 2].first(len(asked), len(asked))
@@ -279,24 +283,29 @@ class Predictor:
                 token = int(logits[i].argmax())
                 if np.isfinite(logits[i, token]):  # as argmax finds what is not
                     found[i].append(token)
-        return found
+                    all_sure[i] += sureness(logits[i : i + 1])
+        return list(zip(found, all_sure, strict=True))
 
-    def _drafted(self, one: Asked, most: int, beyond: float | None) -> Draft | None:
+    def _drafted(self, one: Asked, most: int, beyond: float | None, sure: bool) -> Draft | None:
         """A draft of so many tokens, each of which the device makes the input of its next step.
 
-        Of most drafts nobody waits for the tokens: the step that verifies them is enqueued behind.
+        Nobody waits for the tokens, unless it is to be known how sure the block is of them: the step that verifies them
+        is enqueued behind.
         """
         assert self.steps.graphs is not None and self._sampler is not None
         beyond = self._tails[one.sequence].beyond if beyond is None else beyond
         is_short = self._short_head is not None and beyond <= MOST_BEYOND
-        sampler, name = self._short_head[1] if self._short_head and is_short else self._sampler, (most, is_short)
+        sampler, name = self._short_head[1] if self._short_head and is_short else self._sampler, (most, is_short, sure)
         self._start([one])
         n, zeros = len(one.history) - 1, np.zeros(1, np.int32)
         self._step(zeros, zeros, zeros - 1, [one.sequence], zeros, wanted=1)
         # As the block is a position behind the model, what is drawn first is its input behind n positions. The limit is
         # not met: the last token is an input, too, of the step that verifies.
-        sampler.prepare(GREEDY, one.history[max(0, n - HISTORY_TOKENS) : n], n, (), most + 1)
-        graph = self.steps.graphs.get((SOURCE, *name), lambda: self._chain(most, is_short))
+        recent = one.history[max(0, n - HISTORY_TOKENS) : n]
+        sampler.prepare(GREEDY, recent, n, (), most + 1, logprobs=0 if sure else None)
+        graph = self.steps.graphs.get((SOURCE, *name), lambda: self._chain(most, is_short, sure))
+        if sure:
+            return known_draft(SOURCE, sampler, most, graph.launch)
         seconds, is_known = self._timed.launch(name, graph.launch)
         draft = Draft(SOURCE, 0, UnderWay(sampler, most), self._drawn[:most], seconds)
         return draft.known() if is_known else draft
@@ -306,8 +315,11 @@ class Predictor:
         for i, one in enumerate(asked):
             self._copy(self._row(self._tails[one.sequence]), self._short[0].x[i : i + 1])
 
-    def _chain(self, most: int, is_short: bool) -> None:
-        """What is captured: a head and a draw, and then steps of what was drawn, each with a head and a draw."""
+    def _chain(self, most: int, is_short: bool, sure: bool) -> None:
+        """What is captured: a head and a draw, and then steps of what was drawn, each with a head and a draw.
+
+        sure: behind each draw, how likely the token was.
+        """
         f, head, sampler = self.forward, self._head, self._sampler
         if is_short and self._short_head is not None:
             head, sampler = self._short_head
@@ -321,6 +333,8 @@ class Predictor:
             logits = b.logits.reshape(-1)[: head.shape[0]].reshape(1, -1)
             nextn.head(self.block, f.weights, self._pass(step, replace(b, logits=logits)), head)
             sampler.step(logits, self._drawn[n : n + 1], step.positions, f.slots, f.block_tables, greedy=True)
+            if sure:
+                sampler.describe(logits)
 
     def _room(self, one: Asked) -> int:
         """How many tokens can be drafted; blocks of the cache are taken for them."""
@@ -344,7 +358,7 @@ class Predictor:
                 self._run(step, buffers.first(T, wanted), norm)
             if self._sampler is not None:
                 for is_short in {False, self._short_head is not None}:
-                    self._chain(1, is_short)
+                    self._chain(1, is_short, sure=True)
         finally:
             sequence.release()
 
@@ -408,11 +422,11 @@ class ByBlock:
             return None
         return Promise(SOURCE, 0, min(most, MOST_TOKENS))
 
-    def draft(self, n_tokens: int) -> Draft | None:
+    def draft(self, n_tokens: int, sure: bool = False) -> Draft | None:
         """As `Source.draft`."""
         sequence = self._reply.sequence
         assert sequence is not None
-        return self._predictor.drafts([Asked(sequence, self._reply.history, n_tokens)])[0]
+        return self._predictor.drafts([Asked(sequence, self._reply.history, n_tokens)], sure=sure)[0]
 
     def close(self) -> None:
         """As `Source.close`."""

@@ -30,7 +30,7 @@ from engine.running.source import Source
 HOST_CHUNK_TOKENS = 512
 GRAPH_BYTES = 64 << 20  # what captured steps take of the device; see docs/cuda.md
 OTHER_GRAPH_BYTES = 32 << 20  # and those without experts on the CPU, beside those with them
-DRAFTER_GRAPH_BYTES = 8 << 20  # and what a drafter captures: some 500 kernels, 10 KiB each as in the others
+DRAFTER_GRAPH_BYTES = 16 << 20  # and what a drafter captures: some 1,200 kernels, 10 KiB each as in the others
 Progress = Callable[[Stage, int, int], None]  # a stage, how much of it is done, of how much
 
 

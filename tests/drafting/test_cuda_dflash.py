@@ -113,6 +113,22 @@ def test_captured_drafts_are_those_of_the_logits(
 
 
 @pytest.mark.slow
+def test_how_sure_it_is_follows_from_the_logits(device: Any, tmp_path: Path) -> None:
+    """The same tokens, which the host has at once, of blocks that are longer than what a sampler keeps as a rule."""
+    for block in (7, 12):
+        drafter = captured(device, tmp_path / "d.gguf", replace(SHAPE, block=block), n_rings=1)
+        source = told(drafter, device, features(60), 0, 51)
+        for n in (1, 3, block - 1):
+            tokens = drafts_of(drafter, source, 51, n, device)
+            assert source.promise([5] * 52, n) is not None
+            draft = source.draft(n, sure=True)
+            assert draft is not None and draft.drawn is None and draft.tokens == tokens
+            logits = np.asarray(device.read(drafter.logits(source._ring, 5, n))).astype(np.float64)
+            assert draft.sure == pytest.approx((np.exp(logits).max(1) / np.exp(logits).sum(1)).tolist(), rel=1e-4)
+        source.close()
+
+
+@pytest.mark.slow
 def test_no_kernel_is_compiled_while_a_reply_goes_on(device: Any, tmp_path: Path) -> None:
     """A window that grew with what is known behind a prefix would be a kernel for every token."""
     drafter = captured(device, tmp_path / "d.gguf")
@@ -123,6 +139,7 @@ def test_no_kernel_is_compiled_while_a_reply_goes_on(device: Any, tmp_path: Path
         source = told(drafter, device, values, first, first + 3)
         for end in range(first + 3, first + 90, 7):
             drafts_of(drafter, source, end, 1 + end % 5, device)
+            assert source.promise([5] * (end + 1), 6) is not None and source.draft(1 + end % 5, sure=True) is not None
             source.feed([device.upload(np.ascontiguousarray(f)) for f in values[:, end : end + 7]], end)
         source.close()
     assert set(device._kernels) == known

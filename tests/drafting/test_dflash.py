@@ -151,9 +151,11 @@ def test_a_reply_has_a_ring_and_drafts_where_its_features_end(tmp_path: Path) ->
         source = DFlash(made, ring)
         assert source.promise([5], 6) is None  # nothing is known
         source.feed(features(3), 0)
-        assert source.promise([5, 6, 7, 8], 4) == Promise("dflash", 0, 4)
+        assert source.promise([5, 6, 7, 8], 4) == Promise("dflash", 0, 4, is_block=True)
         found = source.draft(4)
         assert found is not None and found.source == "dflash" and len(found.tokens) == 4
+        logits = made.logits(ring, 8, 4).astype(np.float64)
+        assert found.sure == pytest.approx((np.exp(logits).max(1) / np.exp(logits).sum(1)).tolist(), rel=1e-5)
         assert source.promise([5, 6, 7], 4) is None and source.promise([5, 6, 7, 8, 9], 4) is None
         assert source.promise([5, 6, 7, 8], 0) is None
         source.feed(features(57), 3)

@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from engine.drafting.gate import Gate
+from engine.drafting.outcomes import Record
 from engine.drafting.source import Draft
 from engine.ground.config import EngineConfig
 from engine.ground.errors import CapacityError
@@ -22,7 +24,7 @@ from engine.running.mtp import MOST_TOKENS, Asked, Fed
 from engine.running.stepping import Span, Steps
 from engine.running.warm import warm_up
 from engine.serving.scheduler import Engine
-from tests.engine_runs import config
+from tests.engine_runs import config, generate
 from tests.nextn_models import FAMILIES, apart, block_path
 from tests.serving.test_drafts import eager
 from tests.telling import Telling, said
@@ -132,8 +134,8 @@ def test_what_is_under_way_changes_no_token(monkeypatch: pytest.MonkeyPatch, arc
     rng, n_brought, followed, drawn = np.random.default_rng(3), list[int](), list[int](), list[list[int]]()
     draft_of, bring, follow = mtp.ByBlock.draft, Steps._bring_drawn, mtp.Predictor.follow_drawn
 
-    def partly_right(self: mtp.ByBlock, n_tokens: int) -> Draft | None:
-        made, history = draft_of(self, n_tokens), self._reply.history
+    def partly_right(self: mtp.ByBlock, n_tokens: int, sure: bool = False) -> Draft | None:
+        made, history = draft_of(self, n_tokens), self._reply.history  # of which nobody knows how sure it is
         if made is None or made.drawn is None:
             return made
         device = self._predictor.device
@@ -188,6 +190,56 @@ def test_what_is_under_way_changes_no_token(monkeypatch: pytest.MonkeyPatch, arc
     engine.close()
 
 
+def test_how_sure_the_block_is_changes_no_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drafts are waited for, and cut by it; the gate is as sure of its own."""
+    path, options = small("qwen35moe", n_vocab=304), {"residency_pct": 40, "policy": "lru"}
+    cut = []
+    whole = Draft.first
+
+    def noted(self: Draft, n: int) -> Draft | None:
+        cut.append((len(self.tokens), n))
+        return whole(self, n)
+
+    def judged(self: Gate, draft: Draft, record: Record, fits: Any) -> int:
+        assert len(draft.sure) == len(draft.tokens) and all(0 < sure < 1 for sure in draft.sure)
+        assert draft.drawn is None
+        return (len(cut) * 7 + 3) % (len(draft.tokens) + 1)
+
+    said = []
+    for draft in ("off", "mtp"):
+        engine = Engine(config(path, draft=draft, **options))
+        if draft == "mtp":
+            eager(engine, "mtp")
+            monkeypatch.setattr(Draft, "first", noted)
+            monkeypatch.setattr(Gate, "cut", judged)
+            monkeypatch.setattr(Gate, "is_worth_knowing", lambda *_: True)
+        said.append([generate(engine, tuple(TOKENS[:n].tolist()), max_tokens=12)[0] for n in (41, 9)])
+        engine.close()
+    assert said[0] == said[1] and len({n for _, n in cut}) > 2 and any(n < m for m, n in cut)
+
+
+@pytest.mark.parametrize("is_short", [False, True])
+def test_how_sure_the_block_is_follows_from_its_logits(monkeypatch: pytest.MonkeyPatch, is_short: bool) -> None:
+    monkeypatch.setattr(mtp, "SHORT_HEAD", 200 if is_short else 1000)
+    loaded = load(config(small("qwen35", n_vocab=304), draft="mtp"))
+    predictor, device, sequence = loaded.predictor, loaded.backend.device, loaded.kv.sequence()
+    assert predictor is not None
+    history = (TOKENS[:41] % 200).tolist()
+    span = Span(sequence, np.array(history[:-1], np.int32), np.ones(40, bool), (39,))
+    loaded.steps.run([span])
+    predictor.follow([Fed(span, 40, history)])
+    (unknown,) = predictor.drafts([Asked(sequence, history, 4)])
+    assert unknown is not None
+    device.synchronize()
+    tokens = tuple(unknown.tokens)
+    for n in (1, 2, 4):
+        (draft,) = predictor.drafts([Asked(sequence, history, n)], sure=True)
+        assert draft is not None and draft.tokens == tokens[:n] and draft.drawn is None and len(draft.sure) == n
+        row = np.array(device.read(loaded.forward.buffers.logits)[0])[: 200 if is_short else 304].astype(np.float64)
+        assert draft.sure[-1] == pytest.approx(np.exp(row).max() / np.exp(row).sum(), rel=1e-4)
+    loaded.close()
+
+
 def test_a_short_head_drafts_for_text_of_its_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mtp, "SHORT_HEAD", 200)
     monkeypatch.setattr(mtp, "SOON", 0.05)
@@ -222,7 +274,7 @@ def test_a_short_head_drafts_for_text_of_its_tokens(monkeypatch: pytest.MonkeyPa
             one, whole = drawn()
         assert np.array_equal(whole[:200], logits[:200]) and one == (int(whole.argmax()),)
     assert not np.isnan(says(200 + TOKENS[44:50] % 104)[1]).any()  # text of others
-    predictor._timed._seconds[1, False].append(99.0)  # one that was disturbed is not what each takes
+    predictor._timed._seconds[1, False, False].append(99.0)  # one that was disturbed is not what each takes
     (draft,) = predictor.drafts([Asked(sequence, history, 1)])
     assert draft is not None and draft.drawn is not None and draft.made_s is not None and draft.made_s < 90.0
     loaded.close()

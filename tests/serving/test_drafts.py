@@ -135,7 +135,7 @@ def test_every_place_of_a_rejection(opened: Open, arch: str) -> None:
             self.tokens = [*follow[: self.right], *((t + 1) % 301 for t in follow[self.right :])]
             return Promise("lookup", 0, 31)
 
-        def draft(self, n_tokens: int) -> Draft:
+        def draft(self, n_tokens: int, sure: bool = False) -> Draft:
             self.given = True
             return super().draft(n_tokens)
 

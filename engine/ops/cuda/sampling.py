@@ -149,10 +149,14 @@ class Sampler:
     active: int32 [1], a view of the control block: 1 while the request runs. ring: page-locked uint64 [RING_ENTRIES],
     which `poll` reads; entry (n - 1) % RING_ENTRIES holds draw n = 1, 2, ... of the request as
     token | status << 32 | epoch << 34 | n << 43, the epoch being the request's number modulo 512. counts: int32 [V and
-    a rest to a multiple of 4], how often each token is in the reply, where a penalty depends on it.
+    a rest to a multiple of 4], how often each token is in the reply, where a penalty depends on it. described: draws
+    whose likelihoods are kept until they are read.
     """
 
-    def __init__(self, device: Device, limits: Limits, states: SamplerStates | None = None, number: int = 0) -> None:
+    def __init__(
+        self, device: Device, limits: Limits, states: SamplerStates | None = None, number: int = 0,
+        described: int = DESCRIBED_ENTRIES,
+    ) -> None:  # fmt: skip
         self.device, self.n_vocab = device, limits.n_vocab
         self.states, self.number = states or SamplerStates(device, limits, 1), number
         states = self.states
@@ -166,9 +170,9 @@ class Sampler:
         self.sums = device.empty(self.blocks, np.uint64)
         self.described = device.empty(1, np.uint64)
         device.write(self.described, np.zeros(1, np.uint64))
-        memory = device.page_locked(8 * DESCRIBED_ENTRIES * _ENTRY_WORDS)
+        memory = device.page_locked(8 * described * _ENTRY_WORDS)
         memory[:] = 0
-        self.entries: NDArray[np.uint64] = memory.view(np.uint64).reshape(DESCRIBED_ENTRIES, _ENTRY_WORDS)
+        self.entries: NDArray[np.uint64] = memory.view(np.uint64).reshape(described, _ENTRY_WORDS)
         self.entries_pointer = np.uint64(device.pointer(memory))
         self.epoch = 0
         self.logprobs: int | None = None
@@ -245,11 +249,11 @@ class Sampler:
         kernel(self.blocks, 256, (logits, V, self.control, self.best))
         kernel = self.device.kernel(self.likeliest, "log_sum")
         arguments = (logits, V, self.control, self.history, self.best, self.sums, self.described)
-        kernel(self.blocks, 256, (*arguments, self.entries_pointer, DESCRIBED_ENTRIES))
+        kernel(self.blocks, 256, (*arguments, self.entries_pointer, len(self.entries)))
 
     def likelihood(self, n: int) -> Likelihood | None:
-        """What `describe` found of draw n, or None while it is not there; at most DESCRIBED_ENTRIES draws back."""
-        entry = self.entries[(n - 1) % DESCRIBED_ENTRIES]
+        """What `describe` found of draw n, or None while it is not there; at most as many draws back as it keeps."""
+        entry = self.entries[(n - 1) % len(self.entries)]
         if int(entry[0]) >> 34 != self.epoch | n << 9:
             return None
         assert self.logprobs is not None
