@@ -12,7 +12,8 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from spark.extract.intake import as_object, as_text
+from spark.extract.blocks import user_parts
+from spark.extract.intake import Intake, Part, as_object, as_text
 
 _Fields = dict[str, Any]
 _IDE_CHARACTERS = 2000  # of a selection; the program cuts it there
@@ -66,6 +67,17 @@ _DEFERRED = (
     'directly will fail with InputValidationError. Use ToolSearch with query "select:<name>[,<name>...]" to load tool '
     "schemas before calling them:\n"
 )
+
+
+def sent_parts(record: dict[str, Any], prompt: object, intake: Intake) -> list[Part]:
+    """What was sent for an attachment's record, as one part at most; prompt: the user's words in it, None without."""
+    inserted = prompt is None or record.get("isMeta") is True
+    if prompt is not None and not isinstance(record.get("rendered"), list):
+        return user_parts({"content": prompt}, intake, inserted=inserted)[0]
+    sent = [{"type": "text", "text": text} for text in sent_texts(record)]
+    parts, _ = user_parts({"content": sent}, intake, inserted=True)
+    typed = [] if inserted else user_parts({"content": prompt}, intake.quiet(), inserted=False)[0]
+    return [part._replace(typed=bool(typed) and typed[0].typed) for part in parts]
 
 
 def sent_texts(record: dict[str, Any]) -> list[str]:

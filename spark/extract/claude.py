@@ -16,23 +16,19 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from spark.extract.attachments import sent_texts, version_of
+from spark.extract.attachments import sent_parts, version_of
 from spark.extract.blocks import response_parts, user_parts
 from spark.extract.intake import Intake, Part, Spool, as_object, as_text, fingerprint, read_records
 from spark.extract.messages import Outgoing, ToolTable
 from spark.extract.openings import Openings
+from spark.extract.requests import Requests
 from spark.extract.roots import Group, LogFile, plain_id
+from spark.extract.stored import BOOKKEEPING, as_read_back, is_for_the_screen
 from spark.extract.subagents import TaskReport, TaskReports, read_task_report
 from spark.extract.tree import Boundary, Node, Note, settle_segment, split_paths
 from spark.extract.typed_ahead import SENT, TypedAhead, TypedPrompt
 from spark.speech.sessions import Session
 
-# Records that hold nothing the model saw, or only copies of it.
-_BOOKKEEPING = frozenset(
-    "summary file-history-snapshot custom-title ai-title last-prompt mode progress tag agent-name "  # noqa: SIM905
-    "agent-color agent-setting permission-mode worktree-state pr-link attribution-snapshot speculation-accept "
-    "content-replacement".split()
-)
 _ENVELOPE = ("type", "cwd", "gitBranch", "uuid", "parentUuid", "sessionId", "timestamp")
 _SUBAGENTS = ("Task", "Agent")  # the tools that start them
 _ATTACHED = (2, 1, 43)  # since then what was sent into a turn is an attachment, in the log of whom it was sent to
@@ -81,6 +77,7 @@ class _Log:
         self._said_under: set[tuple[int, int | None]] = set()  # and parents of its lines
         self._kept: dict[int, int] = {}  # by id of the last record that a compaction kept: the compaction's line
         self._tools: dict[str, ToolTable] = {}
+        self._requests = Requests(intake)
         self._segments: dict[str, int] = {}  # compactions so far, by thread
         self._linked = False
         self._attachments: dict[int, Note] = {}  # by record id, those that became notes
@@ -97,6 +94,7 @@ class _Log:
     def add(self, record: dict[str, Any]) -> None:
         """Take one record of the log."""
         self._line += 1
+        record = as_read_back(record)
         kind = as_text(record.get("type"))
         uuid, parent = _record_id(record.get("uuid")), _record_id(record.get("parentUuid"))
         if uuid is not None and (uuid in self._node_of or uuid in self._attachments):
@@ -105,7 +103,9 @@ class _Log:
         if (version := as_text(record.get("version"))) and version != self._version_name:
             self._version_name, self._version = version, version_of(version)
         self._linked |= parent is not None and (parent in self._node_of or parent in self._links)
-        if kind == "progress" and (inner := _subagent_record(record)) is not None:
+        if is_for_the_screen(record):
+            self._pass_over("synthetic", record)
+        elif kind == "progress" and (inner := _subagent_record(record)) is not None:
             self._add_message(inner)
         elif kind in ("user", "assistant"):
             self._add_message(record)
@@ -119,8 +119,14 @@ class _Log:
             self._add_attachment(record)
         elif kind == "queue-operation":
             self._add_queue_operation(record)
+        elif kind == "api-request-shape":
+            thread = self._thread_of({**record, "isSidechain": "agentId" in record})
+            self._requests.add_shape(thread, record, self._tools.setdefault(thread, ToolTable()))
+            self._intake.skip("mirror")
+        elif kind == "api-request-blob":  # a message
+            self._intake.skip("mirror")
         else:
-            reason = "bookkeeping" if kind == "system" or kind in _BOOKKEEPING else "unknown_type"
+            reason = "bookkeeping" if kind == "system" or kind in BOOKKEEPING else "unknown_type"
             self._pass_over(reason, record)
         if uuid is not None and uuid not in self._node_of:
             self._links[uuid] = parent
@@ -139,12 +145,15 @@ class _Log:
         queued = attachment.get("type") == "queued_command" and isinstance(content, str | list)
         if queued:
             self._ahead.attach(_prompt_key(content), self._responded)
-        else:
-            content = [{"type": "text", "text": text} for text in sent_texts(record)]
         if self._has_own_log(record):
             self._intake.skip("mirror")
             return
-        parts, _ = user_parts({"content": content}, self._intake, inserted=not queued or record.get("isMeta") is True)
+        if attachment.get("type") == "prompt_snapshot":
+            thread = self._thread_of(record)
+            self._requests.add_snapshot(thread, attachment, self._tools.setdefault(thread, ToolTable()))
+            self._intake.skip("mirror")
+            return
+        parts = sent_parts(record, content if queued else None, self._intake)
         if not parts:
             self._pass_over("bookkeeping", record)
             return
@@ -355,6 +364,8 @@ class _Log:
     def _note_id(self, record: dict[str, Any], node: Node) -> None:
         if (uuid := _record_id(record.get("uuid"))) is not None:
             self._node_of[uuid] = node
+        if (sent := _record_id(record.get("sentAsUuid"))) is not None:  # what answers a prompt that was stored anew
+            self._node_of.setdefault(sent, node)
 
     def _settle(self, node: Node, caller: Node) -> None:
         """Join results to the response whose calls they answer."""
@@ -538,9 +549,11 @@ class _Log:
             tools=table.definitions() if table else (),
             messages=(),
         )
-        return Outgoing(head, self._parts(nodes))
+        return Outgoing(head, self._parts(self._requests.system(thread), nodes))
 
-    def _parts(self, nodes: list[Node]) -> Iterator[Part | None]:
+    def _parts(self, system: str, nodes: list[Node]) -> Iterator[Part | None]:
+        if system:
+            yield Part("text", system, "system")
         for node in nodes:
             yield None
             for note in node.before:

@@ -76,11 +76,15 @@ class ToolTable:
 
     def __init__(self) -> None:
         self._defined: dict[str, dict[str, Any]] = {}
+        self._deferred: dict[str, dict[str, Any]] = {}  # that the model does not see until it asks for them
         self._types: dict[str, dict[str, str | None]] = {}  # tool, argument: JSON type, None if it varies
         self._required: dict[str, set[str]] = {}
 
-    def define(self, definition: Any) -> None:
-        """Take a definition in one of the providers' shapes; what has no name is passed over."""
+    def define(self, definition: Any, *, deferred: bool = False) -> None:
+        """Take a definition in one of the providers' shapes; what has no name is passed over.
+
+        deferred: it counts where the tool is called, since the model sees it only then.
+        """
         if not isinstance(definition, dict):
             return
         inner = definition["function"] if isinstance(definition.get("function"), dict) else definition
@@ -92,7 +96,8 @@ class ToolTable:
         function: dict[str, Any] = {"name": name}
         if isinstance(inner.get("description"), str):
             function["description"] = inner["description"]
-        self._defined[name] = {"type": "function", "function": {**function, "parameters": schema}}
+        known = self._deferred if deferred else self._defined
+        known[name] = {"type": "function", "function": {**function, "parameters": schema}}
 
     def observe(self, name: str, arguments: dict[str, Any]) -> None:
         """Learn from a call that there is a tool and what arguments it takes."""
@@ -111,4 +116,5 @@ class ToolTable:
             required = [key for key in types if key in self._required[name]]
             parameters = {"type": "object", "properties": properties, "required": required}
             made[name] = {"type": "function", "function": {"name": name, "parameters": parameters}}
+        made.update({name: self._deferred[name] for name in made if name in self._deferred})
         return tuple({**self._defined, **{n: d for n, d in made.items() if n not in self._defined}}.values())
