@@ -7,6 +7,8 @@ session can be put in order by small records while its text stays out of memory.
 
 from __future__ import annotations
 
+import codecs
+import io
 import json
 import marshal
 import re
@@ -38,6 +40,8 @@ _JSON_SPACE = " \t\n\r"
 _KNOWN_EXTRA = 200  # characters that a text's place there counts for, beside its own
 _STEP_BYTES = 64 << 10  # of progress
 _NO_TEXT = "\ufeff\0" + _JSON_SPACE
+# How files in UTF-16 begin, as tools of Windows write them: with a mark, or with a record.
+_UTF_16 = {b"\xff\xfe": "utf-16-le", b"\xfe\xff": "utf-16-be", b'{\0"\0': "utf-16-le", b'\0{\0"': "utf-16-be"}
 _RECORD = re.compile(r'\{"(?:type|parentUuid|timestamp)" ?:')  # how records begin
 _MENDED = 1 << 20  # characters of a line in which records are looked for behind half a one
 _MOST_STARTS = 64  # that are tried
@@ -141,14 +145,22 @@ def _at_the_end(text: str) -> tuple[list[Any], bool]:
     starts = [match.start() for match in _RECORD.finditer(text)] if len(text) <= _MENDED else []
     for at in starts[: -_MOST_STARTS - 1 : -1]:
         before = text[:at].rstrip(_NO_TEXT)
-        if before.endswith(("[", ",", ":")):  # as a block inside a record
-            continue
         try:
-            found.insert(0, parse_json(text[at:]))
+            record = parse_json(text[at:])
         except ValueError:
             continue
+        if before.endswith(("[", ",", ":")) and not _is_of_a_log(record):  # as a block inside a record
+            continue
+        found.insert(0, record)
         text = before
     return found, bool(text)
+
+
+def _is_of_a_log(record: object) -> bool:
+    """Whether a record has what no block inside one has: Claude Code's sessions, Codex's envelopes."""
+    fields = as_object(record)
+    enveloped = "timestamp" in fields and isinstance(fields.get("payload"), dict)
+    return enveloped or isinstance(fields.get("sessionId"), str)
 
 
 def parse_json(text: str) -> Any:
@@ -164,10 +176,13 @@ def parse_json(text: str) -> Any:
 
 
 def read_lines(path: Path, intake: Intake) -> Iterator[bytes]:
-    """The lines of a file that are not empty and not longer than MAX_LINE_BYTES."""
+    """The lines of a file, in UTF-8, that are not empty and not longer than MAX_LINE_BYTES."""
     done, left = 0, intake.sizes.get(path, sys.maxsize)
     try:
-        with path.open("rb") as file:
+        with path.open("rb") as raw:
+            file: IO[bytes] = raw
+            if (encoding := _UTF_16.get(raw.peek(4)[:4], _UTF_16.get(raw.peek(2)[:2]))) is not None:
+                file, left = io.BufferedReader(_Utf8(raw, encoding, left)), sys.maxsize
             while line := file.readline(min(left, MAX_LINE_BYTES)):
                 left -= len(line)
                 done += len(line)
@@ -187,6 +202,26 @@ def read_lines(path: Path, intake: Intake) -> Iterator[bytes]:
         intake.skip("unreadable_file")
     finally:
         intake.advance(done)
+
+
+class _Utf8(io.RawIOBase):
+    """A file in UTF-16, as far as it is read, as UTF-8."""
+
+    def __init__(self, file: IO[bytes], encoding: str, size: int) -> None:
+        self._file, self._left = file, size
+        self._decoder = codecs.getincrementaldecoder(encoding)("replace")
+        self._ready = b""
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        while not self._ready and (data := self._file.read(min(self._left, _STEP_BYTES))):
+            self._left -= len(data)
+            self._ready = self._decoder.decode(data).encode()
+        n = min(len(buffer), len(self._ready))
+        buffer[:n], self._ready = self._ready[:n], self._ready[n:]
+        return n
 
 
 def _mend_surrogates(value: Any) -> Any:

@@ -11,11 +11,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from spark.extract import attachments
 from spark.extract import intake as intake_of
 from spark.extract.dropped import Dropped
-from spark.extract.intake import Intake, parse_json, records_of
+from spark.extract.intake import Intake, parse_json, read_records, records_of
 from spark.extract.openings import Openings
 from spark.extract.typed_ahead import TypedAhead, TypedPrompt
 from tests.claude_logs import attachment
@@ -36,7 +38,8 @@ def test_what_is_nested_too_deeply_is_no_json(depth: int) -> None:
         parse_json('{"a":"\\ud83d\\ude00","b":%s}' % ("[" * depth + "]" * depth))
 
 
-USER = {"parentUuid": None, "type": "user", "message": {"content": [{"type": "text", "text": '{"type": 1}{'}]}}
+WORDS = [{"type": "text", "text": '{"type": 1}{'}]
+USER = {"parentUuid": None, "sessionId": "s", "type": "user", "message": {"content": WORDS}}
 ITEM = {"timestamp": "t", "type": "response_item", "payload": {"type": "message", "content": [{"type": "x"}]}}
 
 
@@ -47,8 +50,7 @@ def test_what_was_written_behind_half_a_record_is_read(record: dict[str, Any], s
     whole = json.dumps(record, separators=None if spaced else (",", ":")).encode()
     halves = [whole[:n] for n in range(1, len(whole))]
     cases = [(b"", 0, 0), (b"\0" * 300, 0, 0), (b"\xef\xbb\xbf\0", 0, 0), (whole, 1, 0), (whole + b"\r" + whole, 2, 0)]
-    # Behind what may have a block next, nobody can tell.
-    cases += [(half, 0 if half.rstrip()[-1:] not in b"[,:" else -1, 1) for half in halves]
+    cases += [(half, 0, 1) for half in halves]
     for before, n_more, n_lost in [*cases, (whole + whole[:30], 0, 1), (whole[:30] + whole, 1, 1)]:
         intake = Intake(False, lambda _: None, Path())
         found = records_of(before + whole + b"\0\0\r\n", intake)
@@ -58,6 +60,37 @@ def test_what_was_written_behind_half_a_record_is_read(record: dict[str, Any], s
     for n in range(1, len(whole)):  # neither a half alone, nor what is left of a record's end, is a record
         assert records_of(whole[:n], intake) == records_of(whole[n:], intake) == []
     assert records_of(b"\0" * 99, intake) == [] and intake.skipped == {"invalid_json": 2 * (len(whole) - 1)}
+
+
+def test_a_block_at_the_end_of_half_a_record_is_no_record() -> None:
+    intake = Intake(False, lambda _: None, Path())
+    for block in ({"type": "text", "text": "hi"}, {"type": "user", "message": {"content": "hi"}, "uuid": "u"}):
+        for before in ('"content":[', '"content":[{"type":"text"},', '"data":{"message":'):
+            assert records_of(f'{{"type":"user",{before}{json.dumps(block)}'.encode(), intake) == []
+    assert intake.skipped == {"invalid_json": 6}
+
+
+@given(st.lists(st.dictionaries(st.text(), st.text(), min_size=1), min_size=1, max_size=4), st.booleans(), st.data())
+@settings(max_examples=50, deadline=None)
+def test_files_in_utf_16_are_read_as_others(
+    tmp_path_factory: pytest.TempPathFactory, records: list[dict[str, Any]], marked: bool, data: st.DataObject
+) -> None:
+    """With a byte order mark, as PowerShell writes them, or without; cut anywhere, nothing before the cut is lost."""
+    path = tmp_path_factory.getbasetemp() / "16.jsonl"
+    text = "\r\n".join(json.dumps(record, ensure_ascii=False) for record in records) + "\n"
+    encoding = data.draw(st.sampled_from(["utf-16-le", "utf-16-be"]))
+    written = ("\ufeff" * marked + text).encode(encoding)
+    path.write_bytes(written)
+    intake = Intake(False, lambda _: None, Path())
+    assert list(read_records(path, intake)) == records and not intake.skipped
+    kept = data.draw(st.integers(0, len(written)))
+    path.write_bytes(written[:kept])
+    whole = len(written[:kept].decode(encoding, "ignore").removeprefix("\ufeff").split("\r\n")) - 1
+    found = list(read_records(path, intake))
+    assert found[:whole] == records[:whole] and len(found) <= whole + 1
+    path.write_bytes(written + b"\n\0")  # another one grows: what came later is not read
+    intake.sizes = {path: len(written)}
+    assert list(read_records(path, intake)) == records
 
 
 def test_a_long_line_that_is_no_record_takes_no_time() -> None:
