@@ -7,6 +7,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
+from engine.formats.gguf import GGUFFile
 from engine.ground.config import EngineConfig
 from engine.ground.errors import UsageError
 from engine.ground.protocol import Done, Event, Tokens
@@ -40,10 +41,20 @@ def _note_once(text: str) -> None:
 def require_experts(model: Mapping[str, Any]) -> None:
     """Refuse a model, as a daemon describes it, without experts: there is no routing to count and nothing to place."""
     if not model["expert_bytes"]:
-        raise UsageError(
-            f"a {model['architecture']} model has no experts, so there is nothing to count or to place",
-            hint="spark serve runs it as it is",
-        )
+        raise _without_experts(model["architecture"])
+
+
+def require_experts_in(file: GGUFFile) -> None:
+    """Refuse a model whose file says that it has no experts, before anything is asked for that there can't be."""
+    if not file.value(f"{file.architecture}.expert_count", int, 0):
+        raise _without_experts(file.architecture)
+
+
+def _without_experts(architecture: str) -> UsageError:
+    return UsageError(
+        f"a {architecture} model has no experts, so there is nothing to count or to place",
+        hint="spark serve runs it as it is",
+    )
 
 
 def within(progress: Progress, label: str, before: int, total: int) -> Callable[[int], None]:

@@ -159,6 +159,7 @@ def validate(
         if not 0 <= percent <= 100:
             raise UsageError(f"--residency {percent:g}: expected 0 to 100 percent")
     with open_model(config.model) as header:
+        replay.require_experts_in(header)
         model_id = header.model_id
     found = [(path, *profiles.load(path, model_id=model_id)) for path in (options.profile, *options.cross)]
     with opened(config.model, options.tokens, progress) as file, opening(config, deadlines, progress) as climbing:

@@ -330,6 +330,9 @@ def test_a_model_without_experts_is_refused_as_such_with_a_trace_too(files: Path
     with pytest.raises(UsageError, match="has no experts"):
         calibrate.calibrate(replace(CONFIG, model=dense), options, DEADLINES, quiet)
     assert not (tmp_path / "trace").exists()
+    asked = validate.ValidateOptions(files / "test.jsonl", tmp_path / "no profile.csv")
+    with pytest.raises(UsageError, match="has no experts"):  # rather than that a profile is missing
+        validate.validate(replace(CONFIG, model=dense), asked, DEADLINES, quiet)
 
 
 @pytest.mark.parametrize(
