@@ -6,6 +6,7 @@ together (which is where replays are found) and stays together when sessions are
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 from array import array
@@ -21,6 +22,7 @@ from spark.extract.intake import Intake, as_object, as_text, read_lines, read_re
 from spark.speech.sessions import Source
 
 _LOG = ".jsonl"
+_ID_LENGTH = 255  # characters; Codex's may be anything
 HEAD_RECORDS = 50  # where a file says what it is and what it continues
 
 
@@ -119,8 +121,12 @@ def _files(tops: Sequence[Path], intake: Intake) -> Iterator[Path]:
 
 
 def plain_id(name: str) -> str:
-    """An id without the marks that have a meaning in session ids."""
-    return re.sub(r"[^\w.:+-]", "_", name) or "unnamed"
+    """An id without the marks that have a meaning in session ids, and no longer than names of files are."""
+    plain = re.sub(r"[^\w.:+-]", "_", name) or "unnamed"
+    if len(plain) <= _ID_LENGTH:
+        return plain
+    digest = hashlib.sha256(name.encode(errors="surrogatepass")).hexdigest()
+    return f"{plain[: _ID_LENGTH - len(digest) - 1]}.{digest}"
 
 
 # --- Claude Code ---

@@ -48,8 +48,9 @@ from engine.ground.errors import FileFormatError, RequestError, SparkError, Usag
 from engine.ground.files import open_regular, replacing, scratch
 from engine.text.tokenizer import Tokenizer, load
 from spark import storage
+from spark.console import note
 from spark.speech.render import Renderer, Tokens, Turn
-from spark.speech.sessions import EXTRACT_HINT, Session, read_sessions
+from spark.speech.sessions import EXTRACT_HINT, Session, read_sessions, short_id
 
 MIN_WINDOW, MAX_WINDOW = 16, 1 << 20  # what the daemon takes in one request
 DEFAULT_WINDOW = 4096
@@ -58,6 +59,7 @@ _BATCH_TOKENS = 1 << 20  # of a row group: what is held in memory
 _BATCH_ROWS = 64
 _HINT = "make token files with `spark tokenize`"
 _TWICE = "its routing would count twice; leave out one of the files"
+_AGAIN = "its routing would count twice; leave out one of them"
 
 _COLUMNS = pa.schema(
     [
@@ -235,10 +237,15 @@ class TokensFile:
             pq.ParquetFile(opened_file, page_checksum_verification=True) as file,
         ):  # fmt: skip
             batches = file.iter_batches(columns=["session_id"])
-            return {value for batch in batches for value in pc.unique(batch.column(0)).to_pylist()}
+            found = {value for batch in batches for value in pc.unique(batch.column(0)).to_pylist()}
+        return {value and short_id(value) for value in found}
 
     def names(self) -> Iterator[tuple[str, int]]:
         """Session and number of each window, in order, without reading its tokens."""
+        return ((name and short_id(name), number) for name, number in self.names_there())
+
+    def names_there(self) -> Iterator[tuple[str, int]]:
+        """`names` with ids as they are in the file: one that is too long for the engine has another name here."""
         with (
             _reading(self.name), open_regular(self.path) as opened_file,
             pq.ParquetFile(opened_file, page_checksum_verification=True) as file,
@@ -266,7 +273,7 @@ class TokensFile:
                 hint=_HINT,
             )
         ids, marks = (a.to_numpy(zero_copy_only=False) for a in found)
-        return Window(session.as_py(), number.as_py(), ids.astype(np.int32), marks.astype(np.bool_))
+        return Window(short_id(session.as_py()), number.as_py(), ids.astype(np.int32), marks.astype(np.bool_))
 
 
 class JoinedTokens(TokensFile):
@@ -306,9 +313,9 @@ class JoinedTokens(TokensFile):
         """The sessions whose windows they hold."""
         return set().union(*(file.session_ids() for file in self._files))
 
-    def names(self) -> Iterator[tuple[str, int]]:
+    def names_there(self) -> Iterator[tuple[str, int]]:
         """See TokensFile."""
-        return chain.from_iterable(file.names() for file in self._files)
+        return chain.from_iterable(file.names_there() for file in self._files)
 
     def __iter__(self) -> Iterator[Window]:
         return chain.from_iterable(self._files)
@@ -402,7 +409,32 @@ def opened(model: Path, given: storage.Given, progress: Callable[[str, int, int]
             )
         if not file.n_tokens:
             raise FileFormatError(f"{name} holds no tokens", hint=_HINT)
+        look_over(file)
         yield file
+
+
+def look_over(file: TokensFile) -> None:
+    """Raise FileFormatError where a file has a window twice, in whatever order they are; note ids that are too long."""
+    reached: dict[str, int] = {}  # how many of a session's windows are there from the first on
+    beyond: set[tuple[str, int]] = set()
+    for session_id, number in file.names_there():
+        if session_id is None or number is None:
+            continue  # damage, which is named where it is read
+        n = reached.get(session_id, 0)
+        if 0 <= number < n or (session_id, number) in beyond:
+            message = f"{file.name}: window {number} of session {short_id(session_id)!r} is there twice"
+            raise FileFormatError(message, hint=_AGAIN)
+        if number == n:
+            reached[session_id] = n + 1
+        else:
+            beyond.add((session_id, number))
+    named = {session_id for session_id, _ in beyond} | reached.keys()
+    if long := sorted(session_id for session_id in named if short_id(session_id) != session_id):
+        others = f" ({len(long) - 1:,} others, too)" if len(long) > 1 else ""
+        note(
+            f"{file.name}: session {long[0][:40]!r}... has an id of {len(long[0]):,} characters, more than the engine "
+            f"takes: it is counted under a shorter one{others}"
+        )
 
 
 def export_tokenizer(tokenizer: Tokenizer, path: str | Path) -> None:
@@ -480,12 +512,13 @@ def _count_sessions(found: storage.Found) -> int:
 
 
 def different(files: Sequence[storage.Found]) -> Iterator[Session]:
-    """The sessions of each file in turn; FileFormatError where one is in two of them."""
+    """The sessions of each file in turn; FileFormatError where one is in two of them, or twice in one."""
     seen: dict[str, storage.Found] = {}
     for file in files:
         for session in read_sessions(file.path, file.name):
-            other = seen.setdefault(session.session_id, file)
-            if other is not file:
-                message = f"{file.name}: session {session.session_id!r} is also in {other.name}"
-                raise FileFormatError(message, hint=_TWICE)
+            if (other := seen.get(session.session_id)) is not None:
+                where = "there twice" if other is file else f"also in {other.name}"
+                message = f"{file.name}: session {session.session_id!r} is {where}"
+                raise FileFormatError(message, hint=_AGAIN if other is file else _TWICE)
+            seen[session.session_id] = file
             yield session

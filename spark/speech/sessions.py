@@ -34,6 +34,8 @@ from engine.ground.files import make_private, open_regular, remove_stale, tempor
 
 EXTRACT_HINT = "make session files with `spark extract-sessions`"
 
+_LONG_ID = 2000  # characters of a root, and of what follows it
+
 Role = Literal["system", "user", "assistant", "tool"]
 Source = Literal["claude", "codex"]
 
@@ -94,6 +96,24 @@ def root_of(session_id: str) -> str:
     for mark in "/#~":
         session_id = session_id.partition(mark)[0]
     return session_id
+
+
+def short_id(session_id: str) -> str:
+    """The id, or one of 4,096 characters at most that stands for it, with the same root as its family's.
+
+    The engine takes no longer ones. A root, or what follows it, of more than 2,000 characters ends in its SHA-256.
+    """
+    if len(session_id) <= _LONG_ID:
+        return session_id
+    root = root_of(session_id)
+    return _shortened(root) + _shortened(session_id[len(root) :])
+
+
+def _shortened(text: str) -> str:
+    if len(text) <= _LONG_ID:
+        return text
+    digest = hashlib.sha256(text.encode()).hexdigest()
+    return f"{text[: _LONG_ID - len(digest) - 1]}.{digest}"
 
 
 def split_rank(root_id: str) -> float:

@@ -121,6 +121,14 @@ def test_items_become_messages_and_events_are_not_counted_twice(tmp_path: Path) 
     assert report.prompt_tokens == {"p50": 2, "p90": 4, "p99": 4}  # "thanks", "list the files"
 
 
+def test_an_id_may_be_anything_and_a_family_stays_one(tmp_path: Path) -> None:
+    long = "x" * 5000
+    write(tmp_path, THREAD, [meta(long), said("user", "hi"), said("assistant", "ho")])
+    write(tmp_path, OTHER, [meta(OTHER, forked_from_id=long), said("user", "hi"), said("assistant", "ha")])
+    found = sorted(run(tmp_path)[0], key=len)
+    assert len(found[0]) == 255 and found[1] == f"{found[0]}/{OTHER}"
+
+
 def test_records_of_usage_are_bookkeeping_with_and_without_an_envelope(tmp_path: Path) -> None:
     usage = {"response_id": "r", "thread_id": THREAD, "usage": {"input_tokens": 3}}
     lines = [line("token_usage_record", usage), {"type": "token_usage_record", **usage}]

@@ -13,7 +13,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from engine.ground.errors import FileFormatError
-from spark.pipeline.tokens import Origin, Window, read_tokens, write_windows
+from engine.ground.protocol import MAX_TEXT_CHARS
+from spark.pipeline.tokens import Origin, Window, different, look_over, read_tokens, write_windows
+from spark.speech.sessions import Message, Session, root_of, short_id, write_sessions
+from spark.storage import Found
 from tests.pipeline.test_tokens import rows_of
 
 
@@ -114,3 +117,63 @@ def test_damaged_files_are_refused_or_read(tmp_path: Path, data: st.DataObject) 
     else:
         assert len(raw) == good.stat().st_size  # a changed bit that is not in the tokens
         assert [row.tokens.tolist() for row in rows] in ([[1, 2]], [])
+
+
+def write_names(path: Path, names: list[tuple[str | None, int | None]]) -> Path:
+    sessions, numbers = ([name[i] for name in names] for i in (0, 1))
+    one = {"tokens": [[1, 2]] * len(names), "generated": [[False, True]] * len(names)}
+    return write_table(path, {"session_id": sessions, "window": numbers, **one}, {})
+
+
+@given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(-1, 5)), min_size=1, max_size=12))
+@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_a_window_that_is_there_twice_is_refused_wherever_it_is(tmp_path: Path, names: list[tuple[str, int]]) -> None:
+    """By the same words as a session in two files: its routing would count twice."""
+    file = read_tokens(write_names(tmp_path / "t.parquet", [*names]))
+    if len(set(names)) == len(names):
+        look_over(file)
+    else:
+        with pytest.raises(FileFormatError, match=r"window -?\d of session '[abc]' is there twice") as refused:
+            look_over(file)
+        assert "would count twice" in (refused.value.hint or "")
+
+
+def test_a_session_that_is_twice_in_a_file_is_refused(tmp_path: Path) -> None:
+    """As one in two files, where that is said."""
+    path = tmp_path / "s.jsonl"
+    sessions = [Session(name, "claude", "", (), (Message("user", "hi"),)) for name in ("a", "b", "a")]
+    write_sessions(path, sessions)
+    with pytest.raises(FileFormatError, match=r"s.jsonl: session 'a' is there twice"):
+        list(different([Found(str(path), path)]))
+    write_sessions(path, sessions[:2])
+    assert list(different([Found(str(path), path)])) == sessions[:2]
+
+
+def test_of_windows_without_a_name_nothing_is_said_before_they_are_read(tmp_path: Path) -> None:
+    look_over(read_tokens(write_names(tmp_path / "t.parquet", [(None, 0), ("a", None), (None, 0), ("a", None)])))
+
+
+def test_a_session_whose_id_is_too_long_for_the_engine_is_counted_under_a_shorter_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ids = ["a" * 5000, "a" * 5001, "a" * 5000 + "/b#2~1", "c" * 1000 + "/" + "d" * 9000, "short"]
+    names = [(session_id, number) for session_id in ids for number in (0, 1)]
+    file = read_tokens(write_names(tmp_path / "t.parquet", [*names]))
+    look_over(file)
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1 and "has an id of 5,000 characters" in said and "(3 others, too)" in said
+    found = [(window.session_id, window.window) for window in file]
+    assert found == list(file.names()) and {name for name, _ in found} == file.session_ids()
+    assert len(set(found)) == len(names) and max(len(name) for name, _ in found) <= MAX_TEXT_CHARS
+    roots = [root_of(name) for name, _ in found[::2]]
+    assert roots[0] == roots[2] != roots[1] and roots[3:] == ["c" * 1000, "short"]
+    assert list(file.names_there()) == names
+
+
+@given(st.text(alphabet="ab/#~", max_size=30), st.integers(1, 400))
+def test_a_shorter_id_keeps_the_family(session_id: str, times: int) -> None:
+    long = session_id.replace("a", "a" * times)
+    assert len(short_id(long)) <= MAX_TEXT_CHARS and short_id(short_id(long)) == short_id(long)
+    assert root_of(short_id(long)) == short_id(root_of(long))
+    if len(long) <= 2000:
+        assert short_id(long) == long
