@@ -15,12 +15,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from spark.extract.intake import Intake, Part, Spool, as_object, as_text, fingerprint, is_inserted, read_records
-from spark.extract.items import item_parts, text_parts
+from spark.extract.items import define, item_parts, text_parts
 from spark.extract.messages import Outgoing, ToolTable
 from spark.extract.roots import Group, LogFile, codex_meta
 from spark.speech.sessions import Session
 
-_BOOKKEEPING = frozenset(("turn_context", "world_state", "inter_agent_communication_metadata", "token_usage_record"))
+_BOOKKEEPING = frozenset(  # realtime_item: of another model, that speaks
+    "turn_context world_state inter_agent_communication_metadata token_usage_record security_risk_score "  # noqa: SIM905
+    "realtime_item".split()
+)
 _MIRRORS = ("user_message", "agent_message", "agent_reasoning")
 
 
@@ -120,6 +123,9 @@ class _Log:
             self._add_event(payload)
         elif kind == "compacted":
             self._compact(payload)
+        elif kind == "dynamic_tools_updated":
+            self._define_tools(payload)
+            self._intake.skip("bookkeeping")
         elif kind == "inter_agent_communication":
             self._add_parts(text_parts(payload, "user", self._intake), kind, payload)
         else:
@@ -133,9 +139,11 @@ class _Log:
         self._instructions = self._intake.text(
             as_text(as_object(meta.get("base_instructions")).get("text")) or as_text(meta.get("instructions"))
         )
-        tools = meta.get("dynamic_tools")
-        for definition in tools if isinstance(tools, list) else []:
-            self._tools.define(self._intake.value(definition))
+        self._define_tools(meta)
+
+    def _define_tools(self, payload: dict[str, Any]) -> None:
+        tools = payload.get("dynamic_tools")
+        define(payload.get("tools") if tools is None else tools, self._intake, self._tools)
 
     def _add_item(self, payload: dict[str, Any]) -> None:
         kind = f"response_item/{as_text(payload.get('type')) or 'no type'}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from typing import Any
 
 from spark.extract.intake import Intake, Part, as_object, as_text, is_inserted, parse_json
@@ -30,11 +31,14 @@ def item_parts(payload: dict[str, Any], intake: Intake, tools: ToolTable) -> lis
     if kind in ("compaction", "context_compaction"):
         intake.drop("encrypted")
         return []
-    if kind == "ghost_snapshot":
+    if kind in ("ghost_snapshot", "configuration_update"):
+        return []
+    if kind == "additional_tools":
+        define(payload.get("tools"), intake, tools)
         return []
     if kind == "tool_search_output":
         found = intake.value(payload.get("tools"))
-        for definition in found if isinstance(found, list) else []:
+        for definition in _definitions(found):
             tools.define(definition)
         return [Part("result", json.dumps(found, ensure_ascii=False), "tool", call_id=call_id)]
     if kind.endswith("_output"):
@@ -46,6 +50,33 @@ def item_parts(payload: dict[str, Any], intake: Intake, tools: ToolTable) -> lis
             parts.append(Part("result", "[image]", "tool", call_id=call_id))
         return parts
     return None
+
+
+def define(value: object, intake: Intake, tools: ToolTable) -> None:
+    """Have `tools` learn a list of definitions, those in namespaces by the names that calls of them have."""
+    for definition in _definitions(intake.value(value)):
+        deferred = any(definition.get(key) is True for key in ("deferLoading", "defer_loading"))
+        tools.define(definition, deferred=deferred)
+
+
+def _definitions(value: object) -> Iterator[dict[str, Any]]:
+    for each in value if isinstance(value, list) else []:
+        if as_object(each).get("type") == "namespace":
+            for inner in each["tools"] if isinstance(each.get("tools"), list) else []:
+                if isinstance(inner, dict):
+                    yield _in_namespace(inner, each.get("name"))
+        elif isinstance(each, dict):
+            yield _in_namespace(each, each.get("namespace"))
+
+
+def _in_namespace(definition: dict[str, Any], space: object) -> dict[str, Any]:
+    name = as_text(definition.get("name"))
+    return {**definition, "name": _full_name(as_text(space), name)} if name else definition
+
+
+def _full_name(space: str, name: str) -> str:
+    joint = "" if not space or space[-1] in "_./:" else "."
+    return f"{space}{joint}{name}"
 
 
 def text_parts(payload: dict[str, Any], role: str, intake: Intake) -> list[Part]:
@@ -84,9 +115,7 @@ def _call(kind: str, payload: dict[str, Any]) -> tuple[str, dict[str, Any]]:
     """Name and arguments of a call."""
     name = as_text(payload.get("name")) or "unnamed"
     if kind == "function_call":
-        space = as_text(payload.get("namespace"))
-        joint = "" if not space or space[-1] in "_./:" else "."
-        return f"{space}{joint}{name}", _arguments(payload.get("arguments"))
+        return _full_name(as_text(payload.get("namespace")), name), _arguments(payload.get("arguments"))
     if kind == "custom_tool_call":
         return name, _arguments(payload.get("input"))
     if kind == "local_shell_call":

@@ -430,7 +430,7 @@ def look_over(file: TokensFile) -> None:
             beyond.add((session_id, number))
     named = {session_id for session_id, _ in beyond} | reached.keys()
     if long := sorted(session_id for session_id in named if short_id(session_id) != session_id):
-        others = f" ({len(long) - 1:,} others, too)" if len(long) > 1 else ""
+        others = f" (and {len(long) - 1:,} more)" if len(long) > 1 else ""
         note(
             f"{file.name}: session {long[0][:40]!r}... has an id of {len(long[0]):,} characters, more than the engine "
             f"takes: it is counted under a shorter one{others}"

@@ -172,6 +172,33 @@ def test_a_log_of_events_alone_is_read_from_them(tmp_path: Path) -> None:
     assert report.skipped_lines == {"bookkeeping": 1}
 
 
+def test_tools_that_come_later_and_those_in_namespaces(tmp_path: Path) -> None:
+    def tool(name: str, **fields: Any) -> Record:
+        return {"type": "function", "name": name, "description": f"{name}.", "parameters": {"type": "object"}, **fields}
+
+    agents = {"type": "namespace", "name": "agents", "tools": [tool("spawn"), tool("wait"), 5, {}]}
+    later = [tool("later", deferLoading=True), tool("never", deferLoading=True), tool("own", namespace="mcp__git__")]
+    records = [
+        meta(dynamic_tools=[tool("first"), *later]),
+        said("user", "go"),
+        line("dynamic_tools_updated", {"dynamic_tools": [tool("second")]}),
+        item("additional_tools", tools=[agents]),
+        item("configuration_update", configuration={"effort": "high"}),
+        line("security_risk_score", {"score": 1}),
+        line("realtime_item", {"type": "transcript_segment", "text": "said by another model"}),
+        item("function_call", name="spawn", namespace="agents", arguments="{}", call_id="c1"),
+        called("c2", "later"),
+    ]
+    write(tmp_path, THREAD, records)
+    sessions, report = run(tmp_path)
+    assert words(sessions[THREAD])[1] == "a: agents.spawn({}) later({})"
+    described = {t["function"]["name"]: t["function"].get("description") for t in sessions[THREAD].tools}
+    names = ["first", "mcp__git__own", "second", "agents.spawn", "agents.wait", "later"]
+    assert described == {name: f"{name.split('.')[-1].removeprefix('mcp__git__')}." for name in names}
+    assert report.skipped_lines == {"bookkeeping": 3, "no_text": 2}
+    assert report.dropped_content["realtime_item"]["characters"] == len("said by another model")
+
+
 def test_items_of_every_kind(tmp_path: Path) -> None:
     chart = {"type": "function", "name": "chart", "description": "Draw.", "parameters": {"type": "object"}}
     records = [

@@ -161,7 +161,7 @@ def test_a_session_whose_id_is_too_long_for_the_engine_is_counted_under_a_shorte
     file = read_tokens(write_names(tmp_path / "t.parquet", [*names]))
     look_over(file)
     said = capsys.readouterr().err
-    assert said.count("\n") == 1 and "has an id of 5,000 characters" in said and "(3 others, too)" in said
+    assert said.count("\n") == 1 and "has an id of 5,000 characters" in said and "(and 3 more)" in said
     found = [(window.session_id, window.window) for window in file]
     assert found == list(file.names()) and {name for name, _ in found} == file.session_ids()
     assert len(set(found)) == len(names) and max(len(name) for name, _ in found) <= MAX_TEXT_CHARS
