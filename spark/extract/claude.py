@@ -23,7 +23,7 @@ from spark.extract.messages import Outgoing, ToolTable
 from spark.extract.openings import Openings
 from spark.extract.requests import Requests
 from spark.extract.roots import Group, LogFile, plain_id
-from spark.extract.stored import BOOKKEEPING, as_read_back, is_for_the_screen
+from spark.extract.stored import BOOKKEEPING, as_read_back, is_for_the_screen, last_kept
 from spark.extract.subagents import TaskReport, TaskReports, read_task_report
 from spark.extract.tree import Boundary, Node, Note, settle_segment, split_paths
 from spark.extract.typed_ahead import SENT, TypedAhead, TypedPrompt
@@ -211,8 +211,7 @@ class _Log:
         boundary = self._new_boundary(self._thread_of(record))
         if (uuid := _record_id(record.get("uuid"))) is not None:
             self._node_of[uuid] = boundary
-        kept = as_object(as_object(record.get("compactMetadata")).get("preservedSegment"))
-        if (tail := _record_id(kept.get("tailUuid"))) is not None:
+        if (tail := _record_id(last_kept(record))) is not None:
             self._kept[tail] = self._line
         self._intake.skip("bookkeeping")
 

@@ -220,7 +220,7 @@ def _claude_head(path: Path, size: int, intake: Intake) -> _Head:
 
 
 _SESSION_ID = re.compile(rb'"sessionId" ?: ?("[^"]*"?)')
-_RECORD_ID = re.compile(rb'uid" ?: ?"([0-9A-Za-z-]{8,64})"')  # uuid, parentUuid, logicalParentUuid
+_RECORD_ID = re.compile(rb'"(?:uuid|parentUuid|logicalParentUuid)" ?: ?"([0-9A-Za-z-]{8,64})"')
 _MESSAGE_ID = re.compile(rb'"id" ?: ?"(msg_[0-9A-Za-z_-]{16,})"')
 
 

@@ -43,6 +43,14 @@ def as_read_back(record: _Record) -> _Record:
     return record
 
 
+def last_kept(boundary: _Record) -> object:
+    """The id of the last message that a compaction kept, as its record has it; None without."""
+    found = as_object(boundary.get("compactMetadata"))
+    listed = as_object(found.get("preservedMessages")).get("uuids")
+    last = listed[-1] if isinstance(listed, list) and listed else None
+    return as_object(found.get("preservedSegment")).get("tailUuid") or last
+
+
 def is_for_the_screen(record: _Record) -> bool:
     """Whether the program shows a record and keeps it from the model: calls inside a script, output of a command."""
     if record.get("type") == "system":

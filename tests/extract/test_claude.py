@@ -229,6 +229,16 @@ def test_logs_that_share_nothing_but_a_title_stay_apart(tmp_path: Path) -> None:
     assert set(run(tmp_path)[0]) == {SESSION, OTHER}
 
 
+@pytest.mark.parametrize("key", ["ownerAccountUuid", "organizationUuid", "commandUuid"])
+def test_sessions_of_one_account_are_no_family(tmp_path: Path, key: str) -> None:
+    """Newer versions name the account in every log."""
+    owner = {"type": "bridge-session", "sessionId": SESSION, key: "99999999-9999-4999-8999-999999999999"}
+    write(tmp_path, f"{SESSION}.jsonl", [*PLAIN, owner])
+    other = [user("k1", None, "hi", sessionId=OTHER), answer("k2", "k1", "msg_K", text("ho"), sessionId=OTHER)]
+    write(tmp_path, f"{OTHER}.jsonl", [*other, owner | {"sessionId": OTHER}])
+    assert set(run(tmp_path)[0]) == {SESSION, OTHER}
+
+
 COMPACTED = [
     *PLAIN[:8],
     record("system", "s1", None, subtype="compact_boundary", compactMetadata={"trigger": "auto"}),
@@ -256,9 +266,16 @@ def test_a_compaction_without_links_or_boundary(tmp_path: Path) -> None:
     assert words(sessions[f"{SESSION}#2"]) == ["u: Summary: one file.", "u: now delete it", "a: Deleted."]
 
 
-def test_what_answers_a_message_that_a_compaction_kept_comes_after_the_summary(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "kept",
+    [
+        {"preservedSegment": {"headUuid": full("a5"), "tailUuid": full("a5")}},
+        {"preservedMessages": {"anchorUuid": full("u3"), "uuids": [full("a4"), full("a5")]}},
+    ],
+)
+def test_what_answers_a_message_that_a_compaction_kept_comes_after_the_summary(tmp_path: Path, kept: Record) -> None:
     records = copy.deepcopy(COMPACTED)
-    records[8]["compactMetadata"]["preservedSegment"] = {"headUuid": full("a5"), "tailUuid": full("a5")}
+    records[8]["compactMetadata"] |= kept
     records[10]["parentUuid"] = full("a5")
     write(tmp_path, f"{SESSION}.jsonl", records)
     sessions, _ = run(tmp_path)
