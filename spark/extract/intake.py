@@ -186,6 +186,12 @@ def read_lines(path: Path, intake: Intake) -> Iterator[bytes]:
             while line := file.readline(min(left, MAX_LINE_BYTES)):
                 left -= len(line)
                 done += len(line)
+                while len(line) == MAX_LINE_BYTES and line.startswith(b"\0"):  # of a power cut, before what came next
+                    line = line.lstrip(b"\0")
+                    more = file.readline(min(left, MAX_LINE_BYTES - len(line)))
+                    left -= len(more)
+                    done += len(more)
+                    line += more
                 if done >= _STEP_BYTES:
                     intake.advance(done)
                     done = 0

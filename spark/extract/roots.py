@@ -220,15 +220,17 @@ def _claude_head(path: Path, size: int, intake: Intake) -> _Head:
 
 
 _SESSION_ID = re.compile(rb'"sessionId" ?: ?("[^"]*"?)')
-_RECORD_ID = re.compile(rb'"(?:uuid|parentUuid|logicalParentUuid)" ?: ?"([0-9A-Za-z-]{8,64})"')
+_ID_KEYS = ("uuid", "parentUuid", "logicalParentUuid")
+_RECORD_ID = re.compile(rb'"(?:%s)" ?: ?"([0-9A-Za-z-]{8,64})"' % "|".join(_ID_KEYS).encode())
 _MESSAGE_ID = re.compile(rb'"id" ?: ?"(msg_[0-9A-Za-z_-]{16,})"')
 
 
 def _shared_records(heads: Sequence[_Head], intake: Intake) -> Iterator[tuple[str, str]]:
     """Pairs of sessions of which one has or answers a record of the other.
 
-    Ids are found by pattern, without parsing, and kept as 64-bit hashes: 12 bytes a record. Titles
-    (`summary` lines) are left out: programs have written other sessions' titles into a log.
+    Ids are found by pattern, without parsing where there is one alone (what a tool found may have a `uuid`, too), and
+    kept as 64-bit hashes: 12 bytes a record. Titles (`summary` lines) are left out: programs have written other
+    sessions' titles into a log.
     """
     if len(heads) < 2:
         return
@@ -238,8 +240,8 @@ def _shared_records(heads: Sequence[_Head], intake: Intake) -> Iterator[tuple[st
         for line in read_lines(head.path, intake):
             if b'"summary"' in line[:60]:
                 continue
-            for pattern in (_RECORD_ID, _MESSAGE_ID):
-                hashes.extend(hash(record_id) for record_id in pattern.findall(line))
+            found = _RECORD_ID.findall(line) if line.count(b'"uuid"') < 2 else _ids_of(line, intake)
+            hashes.extend(hash(record_id) for record_id in (*found, *_MESSAGE_ID.findall(line)))
         unique = np.unique(np.array(hashes, np.int64))
         ids.append(unique)
         owners.append(np.full(len(unique), owner, np.int32))
@@ -249,6 +251,12 @@ def _shared_records(heads: Sequence[_Head], intake: Intake) -> Iterator[tuple[st
     shared = np.flatnonzero(all_ids[1:] == all_ids[:-1])
     for a, b in np.unique(np.stack([all_owners[shared], all_owners[shared + 1]], axis=1), axis=0):
         yield heads[a].name, heads[b].name
+
+
+def _ids_of(line: bytes, intake: Intake) -> list[bytes]:
+    """The ids of a line's records themselves."""
+    values = (record.get(key) for record in records_of(line, intake) for key in _ID_KEYS)
+    return [value.encode(errors="replace") for value in values if isinstance(value, str) and value]
 
 
 # --- Codex ---

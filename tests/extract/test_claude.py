@@ -239,6 +239,19 @@ def test_sessions_of_one_account_are_no_family(tmp_path: Path, key: str) -> None
     assert set(run(tmp_path)[0]) == {SESSION, OTHER}
 
 
+def test_sessions_whose_tools_found_the_same_thing_are_no_family(tmp_path: Path) -> None:
+    found = {"uuid": "99999999-9999-4999-8999-999999999999", "name": "a document"}
+    for name, k in ((SESSION, "k"), (OTHER, "m")):
+        own = {"sessionId": name}
+        asked = [user(f"{k}1", None, "hi", **own), answer(f"{k}2", f"{k}1", f"msg_{k}", call(k), **own)]
+        read = result(f"{k}3", f"{k}2", k, "A document.", toolUseResult=found, **own)
+        write(tmp_path, f"{name}.jsonl", [*asked, read])
+    assert set(run(tmp_path)[0]) == {SESSION, OTHER}
+    copied = [user("k1", None, "hi"), result("k3", "k2", "k", "A document.", toolUseResult=found)]
+    write(tmp_path, f"{OTHER}.jsonl", [*copied, answer("m4", "k3", "msg_n", text("It is here."))])
+    assert set(run(tmp_path)[0]) == {SESSION, f"{SESSION}/{OTHER}"}
+
+
 COMPACTED = [
     *PLAIN[:8],
     record("system", "s1", None, subtype="compact_boundary", compactMetadata={"trigger": "auto"}),

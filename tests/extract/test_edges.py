@@ -93,6 +93,14 @@ def test_files_in_utf_16_are_read_as_others(
     assert list(read_records(path, intake)) == records
 
 
+def test_any_number_of_zeros_hides_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(intake_of, "MAX_LINE_BYTES", 100)
+    intake, path, line = Intake(False, lambda _: None, Path()), tmp_path / "z.jsonl", json.dumps({"a": 1}).encode()
+    for zeros in (99, 100, 101, 5000):
+        path.write_bytes(line + b"\n" + bytes(zeros) + line + b"\n")
+        assert list(read_records(path, intake)) == [{"a": 1}] * 2 and not intake.skipped, zeros
+
+
 def test_a_long_line_that_is_no_record_takes_no_time() -> None:
     intake = Intake(False, lambda _: None, Path())
     began_s = time.process_time()
