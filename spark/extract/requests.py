@@ -1,7 +1,7 @@
 """What Claude Code's logs say of its requests: the system prompt, and the tools that were offered.
 
 Newer versions log both, as they were sent (`api-request-shape`) and as the program keeps them (`prompt_snapshot`, an
-attachment). A conversation begins with the first system prompt that its thread has, of the former kind if there is one.
+attachment). A conversation begins with the first system prompt that its thread has whole, or with a part.
 """
 
 from __future__ import annotations
@@ -29,7 +29,9 @@ class Requests:
 
     def add_snapshot(self, thread: str, attachment: dict[str, Any], tools: ToolTable) -> None:
         """Take them as the program keeps them."""
-        self._add(self._kept, thread, [attachment.get("cliPrefix"), *_items(attachment.get("systemPrompt"))])
+        prefix = as_text(attachment.get("cliPrefix"))  # with it the prompt is as it is sent
+        known = self._sent if prefix else self._kept
+        self._add(known, thread, [prefix, *_items(attachment.get("systemPrompt"))])
         for tool in _objects(attachment.get("tools")):
             named = {key: tool[key] for key in ("name", "description") if key in tool}
             tools.define(self._intake.value(as_object(tool.get("schema")) | named))

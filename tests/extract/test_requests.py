@@ -60,10 +60,12 @@ def test_what_the_program_keeps_of_the_prompt_is_taken_where_it_did_not_log_what
     records = [user("u1", None, "go"), first, answer("a1", "x1", "msg_A", call("t1", x="1")), later]
     write(tmp_path, f"{SESSION}.jsonl", records)
     sessions, report = run(tmp_path)
-    assert words(sessions[SESSION])[0] == "s: Work.\n\nWell."
+    assert words(sessions[SESSION])[0] == "s: You are.\n\nWork.\n\nWell."
     assert sessions[SESSION].tools[0]["function"]["description"] == "Runs."
     assert report.dropped_content == {}
-    write(tmp_path, f"{SESSION}.jsonl", [*records, shape("You are.", "As sent.")])
+    write(tmp_path, f"{SESSION}.jsonl", records[:3])
+    assert words(run(tmp_path)[0][SESSION])[0] == "s: Work.\n\nWell."
+    write(tmp_path, f"{SESSION}.jsonl", [*records[:2], shape("You are.", "As sent."), *records[2:]])
     assert words(run(tmp_path)[0][SESSION])[0] == "s: You are.\n\nAs sent."
 
 
