@@ -21,6 +21,9 @@ without a context. These leading tokens are not marked `generated`, whatever the
 Therefore: every generated token appears once, and once only, marked `generated`; it has at least a quarter of
 `window` before it, or all there is; and a window's tokens are consecutive tokens of one rendering.
 
+Sessions begin alike, with a system prompt and tools that take several windows. Windows that a session begins with as an
+earlier one of the file did, and in which nothing was generated, are there once, in the earlier one.
+
 **Metadata** (of the Parquet schema): `spark.format` = `tokens`, `spark.version` = `1`, `spark.model_id`,
 `spark.tokenizer` and `spark.template` (64 hex digits each), `spark.window`. A file made for another model, tokenizer
 or template is refused. A file appears when it is whole, readable by its owner alone, as session files are.
@@ -146,12 +149,13 @@ def _tokenize(
         raise FileFormatError(f"{sessions} holds no sessions", hint=EXTRACT_HINT)
     totals: Counter[str] = Counter()
     skipped: Counter[str] = Counter()
+    openings: set[bytes] = set()
 
     def rows() -> Iterator[Window]:
         progress(0, total)
         for done, session in enumerate(different(files), 1):
             turns = _accepted(renderer.turns(session), skipped, totals)
-            for row in windows(session.session_id, turns, window):
+            for row in unread(windows(session.session_id, turns, window), openings):
                 totals.update(tokens=len(row.tokens), generated=int(row.generated.sum()), windows=1)
                 yield row
             progress(done, total)
@@ -202,6 +206,22 @@ def windows(session_id: str, turns: Iterable[Turn], window: int) -> Iterator[Win
         mask[len(turn.prompt) :] = True
         yield from cut(whole=False)
     yield from cut(whole=True)
+
+
+def unread(rows: Iterable[Window], openings: set[bytes]) -> Iterator[Window]:
+    """The windows of a session without those that it begins with as an earlier one did; the others keep their numbers.
+
+    openings: a hash for each such beginning so far.
+    """
+    opening: bytes | None = b""
+    for row in rows:
+        if opening is not None:
+            opening = None if row.generated.any() else hashlib.sha256(opening + row.tokens.tobytes()).digest()
+        if opening is None:
+            yield row
+        elif opening not in openings:
+            openings.add(opening)
+            yield row
 
 
 class TokensFile:

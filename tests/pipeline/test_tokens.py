@@ -31,6 +31,7 @@ from spark.pipeline.tokens import (
     export_tokenizer,
     read_tokens,
     tokenize,
+    unread,
     windows,
 )
 from spark.speech.render import Renderer, Turn, _Shield
@@ -410,6 +411,26 @@ def test_too_small_a_window_is_refused() -> None:
         list(windows("s", [], MIN_WINDOW - 1))
 
 
+@given(st.lists(conversations(), max_size=3), st.lists(st.integers(0, 2), max_size=100), st.integers(MIN_WINDOW, 40))
+@settings(max_examples=50, deadline=None)
+def test_what_sessions_begin_with_alike_is_there_once(
+    several: list[list[Turn]], system: list[int], window: int
+) -> None:
+    """Whole windows of it, in the first of them; nothing that was generated is left out, and no window is changed."""
+    openings: set[bytes] = set()
+    told: set[tuple[tuple[int, ...], ...]] = set()
+    for turns in several:
+        begun = [Turn(np.array([*system, *turn.prompt], np.int32), turn.generated) for turn in turns]
+        rows = list(windows("s", begun, window))
+        kept = list(unread(rows, openings))
+        n_opening = next((i for i, row in enumerate(rows) if row.generated.any()), len(rows))
+        shown = [tuple(row.tokens.tolist()) for row in rows]
+        beginnings = [tuple(shown[: i + 1]) for i in range(n_opening)]
+        n_known = sum(beginning in told for beginning in beginnings)
+        assert rows_of(kept) == rows_of(rows[n_known:])
+        told |= set(beginnings)
+
+
 # ---- files ----
 
 
@@ -434,7 +455,10 @@ def test_a_token_file_holds_the_windows_of_all_sessions(tmp_path: Path) -> None:
     assert calls == [(0, 3), (1, 3), (2, 3), (3, 3)]
 
     rendering = Renderer(load(model))
-    expected = [row for s in read_sessions(sessions) for row in windows(s.session_id, accepted(rendering, s), 48)]
+    alone = [list(windows(s.session_id, accepted(rendering, s), 48)) for s in read_sessions(sessions)]
+    openings: set[bytes] = set()
+    expected = [row for rows in alone for row in unread(rows, openings)]
+    assert len(expected) < sum(map(len, alone))  # they begin alike
     with open_model(model) as file:
         origin = Origin(file.model_id, rendering.tokenizer.hash, rendering.template_hash)
     tokens_file = read_tokens(tmp_path / "t.parquet", origin)
