@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from spark.extract.intake import Intake, Part, Spool, as_object, as_text, fingerprint, is_inserted, read_records
-from spark.extract.items import define, item_parts, text_parts
+from spark.extract.items import as_mirror, define, item_parts, text_parts
 from spark.extract.messages import Outgoing, ToolTable
 from spark.extract.roots import Group, LogFile, codex_meta
 from spark.speech.sessions import Session
@@ -181,6 +181,7 @@ class _Log:
         return _Item(place, len(self.prints) - 1, prompt, response, self._timestamp)
 
     def _add_event(self, payload: dict[str, Any]) -> None:
+        payload = as_mirror(payload)
         kind = as_text(payload.get("type"))
         turns = payload.get("num_turns")
         if kind == "thread_rolled_back" and isinstance(turns, int) and turns > 0:
@@ -193,10 +194,11 @@ class _Log:
             self._intake.skip("mirror")
             return
         self._mirror_lines += 1
+        part = Part("reasoning" if kind == "agent_reasoning" else "text", text)
         if kind == "user_message":
-            self._mirrors.append([Part("text", text, "user", not is_inserted(text))])
-        else:
-            self._mirrors.append([Part("reasoning" if kind == "agent_reasoning" else "text", text)])
+            part = Part("text", text, "user", not is_inserted(text))
+        if [part] not in self._mirrors[-2:]:  # versions may have had events of both kinds
+            self._mirrors.append([part])
 
     def _roll_back(self, turns: int) -> None:
         """Take the last turns back: they become a branch."""

@@ -52,6 +52,23 @@ def item_parts(payload: dict[str, Any], intake: Intake, tools: ToolTable) -> lis
     return None
 
 
+_MIRRORED = {"UserMessage": "user_message", "AgentMessage": "agent_message", "Reasoning": "agent_reasoning"}
+
+
+def as_mirror(event: dict[str, Any]) -> dict[str, Any]:
+    """An event in which newer versions say that an item is whole, as the older one that said so; others as they are."""
+    if event.get("type") != "item_completed":
+        return event
+    item = as_object(event.get("item"))
+    kind = as_text(item.get("type"))
+    if kind not in _MIRRORED:
+        return event | {"type": f"item_completed/{kind}"}
+    pieces = item.get("raw_content") or item.get("summary_text") if kind == "Reasoning" else item.get("content")
+    listed = pieces if isinstance(pieces, list) else [pieces]
+    texts = (piece if isinstance(piece, str) else as_text(as_object(piece).get("text")) for piece in listed)
+    return {"type": _MIRRORED[kind], "message": "\n".join(text for text in texts if text)}
+
+
 def define(value: object, intake: Intake, tools: ToolTable) -> None:
     """Have `tools` learn a list of definitions, those in namespaces by the names that calls of them have."""
     for definition in _definitions(intake.value(value)):

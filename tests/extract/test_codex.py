@@ -172,6 +172,34 @@ def test_a_log_of_events_alone_is_read_from_them(tmp_path: Path) -> None:
     assert report.skipped_lines == {"bookkeeping": 1}
 
 
+def whole(kind: str, **fields: Any) -> Record:
+    return event("item_completed", item={"type": kind, "id": "i", **fields})
+
+
+WHOLE = [
+    whole("UserMessage", content=[{"type": "text", "text": "list the files", "text_elements": []}]),
+    whole("Reasoning", summary_text=["use ls"], raw_content=[]),
+    whole("AgentMessage", content=[{"type": "Text", "text": "I look."}]),
+    whole("CommandExecution", command=["ls"]),
+]
+
+
+@pytest.mark.parametrize("both", [False, True])
+def test_events_of_whole_items_are_copies_as_the_older_ones(tmp_path: Path, both: bool) -> None:
+    older = [r for r in PLAIN if r["type"] == "event_msg"][:3]
+    events = [r for pair in zip(WHOLE, older, strict=False) for r in pair] if both else WHOLE
+    write(tmp_path, THREAD, [meta(), *events])
+    assert words(run(tmp_path)[0][THREAD]) == ["u: list the files", "a: <use ls> I look."]
+    write(tmp_path, THREAD, [*PLAIN[:6], *WHOLE, *PLAIN[6:]])
+    sessions, report = run(tmp_path)
+    assert words(sessions[THREAD]) == PLAIN_WORDS
+    assert report.skipped_lines == {"bookkeeping": 3, "mirror": 6}
+    assert set(report.dropped_content) >= {"event_msg/item_completed/CommandExecution"}
+    raw = whole("Reasoning", summary_text=["use ls"], raw_content=["in full"])
+    write(tmp_path, THREAD, [meta(), WHOLE[0], raw, *(whole(kind, content=5) for kind in ("AgentMessage", "Plan"))])
+    assert words(run(tmp_path)[0][THREAD]) == ["u: list the files", "a: <in full>"]
+
+
 def test_tools_that_come_later_and_those_in_namespaces(tmp_path: Path) -> None:
     def tool(name: str, **fields: Any) -> Record:
         return {"type": "function", "name": name, "description": f"{name}.", "parameters": {"type": "object"}, **fields}
