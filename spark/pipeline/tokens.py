@@ -435,21 +435,20 @@ def opened(model: Path, given: storage.Given, progress: Callable[[str, int, int]
 
 def look_over(file: TokensFile) -> None:
     """Raise FileFormatError where a file has a window twice, in whatever order they are; note ids that are too long."""
-    reached: dict[str, int] = {}  # how many of a session's windows are there from the first on
+    runs: dict[str, tuple[int, int]] = {}  # a first window, and one behind the last that follows without a gap
     beyond: set[tuple[str, int]] = set()
     for session_id, number in file.names_there():
         if session_id is None or number is None:
             continue  # damage, which is named where it is read
-        n = reached.get(session_id, 0)
-        if 0 <= number < n or (session_id, number) in beyond:
+        first, end = runs.get(session_id, (number, number))
+        if first <= number < end or (session_id, number) in beyond:
             message = f"{file.name}: window {number} of session {short_id(session_id)!r} is there twice"
             raise FileFormatError(message, hint=_AGAIN)
-        if number == n:
-            reached[session_id] = n + 1
+        if number == end:
+            runs[session_id] = first, end + 1
         else:
             beyond.add((session_id, number))
-    named = {session_id for session_id, _ in beyond} | reached.keys()
-    if long := sorted(session_id for session_id in named if short_id(session_id) != session_id):
+    if long := sorted(session_id for session_id in runs if short_id(session_id) != session_id):
         others = f" (and {len(long) - 1:,} more)" if len(long) > 1 else ""
         note(
             f"{file.name}: session {long[0][:40]!r}... has an id of {len(long[0]):,} characters, more than the engine "
