@@ -17,6 +17,7 @@ from engine.ground.errors import SparkError
 from engine.ground.protocol import MAX_TOP_LOGPROBS
 from spark.apis.http import explain, openai_error
 from spark.apis.recall import kept_messages, kv_recall
+from spark.apis.written import Written
 from spark.speech import conversation as c
 from spark.speech.conversation import CallArguments, CallEnd, CallStart, Conversation, Finish, Part, Text, Usage
 from spark.speech.logprobs import entry
@@ -276,16 +277,28 @@ class Writer:
         self.choices = choices or Choices(head, stream_options(body), conversation.replies)
         self._index, self._logprobs = index, conversation.logprobs is not None
         self._calls = 0
+        self._held: list[Part] = []
+        self._tokens = Written()  # of what is held
+
+    def hold(self, parts: Sequence[Part]) -> None:
+        """Take parts of a reply that is not streamed, as they come."""
+        for part in parts:
+            if isinstance(part, Text) and part.logprobs:
+                self._tokens.add(map(entry, part.logprobs))
+                part = Text(part.kind, part.text)
+            self._held.append(part)
 
     def whole(self, parts: Sequence[Part], finish: Finish) -> dict[str, Any]:
-        """Make the object of a reply that is not streamed, with the choices that were written before."""
+        """Make the object of a reply that is not streamed, with the choices that were written before.
+
+        parts: the last ones, behind those that are held.
+        """
+        self.hold(parts)
         texts = {"content": "", "reasoning": ""}
         calls = []
-        logprobs: list[c.TokenLogprob] = []
-        for part in c.whole(parts):
+        for part in c.whole(self._held):
             if isinstance(part, Text):
                 texts[part.kind] += part.text
-                logprobs += part.logprobs
             else:
                 function = {"name": part.name, "arguments": part.arguments}
                 calls.append({"id": part.id, "type": "function", "function": function})
@@ -297,7 +310,7 @@ class Writer:
         choice = {
             "index": self._index,
             "message": message,
-            "logprobs": self._shown(logprobs),
+            "logprobs": self._shown(self._tokens),
             "finish_reason": finish.reason,
         }
         return self.choices.add(choice, finish)
@@ -311,7 +324,7 @@ class Writer:
         if isinstance(part, Text) and part.kind == "reasoning":
             return self._chunk({"reasoning_content": part.text})
         if isinstance(part, Text):
-            return self._chunk({"content": part.text}, logprobs=self._shown(part.logprobs))
+            return self._chunk({"content": part.text}, logprobs=self._shown([*map(entry, part.logprobs)]))
         if isinstance(part, CallEnd):
             return b""
         call: dict[str, Any] = {"index": self._calls}
@@ -331,8 +344,8 @@ class Writer:
         """Write a failure that came too late for a status."""
         return event(openai_error(*explain(error), error.field)) + b"data: [DONE]\n\n"
 
-    def _shown(self, logprobs: Sequence[c.TokenLogprob]) -> dict[str, Any] | None:
-        return {"content": [*map(entry, logprobs)], "refusal": None} if self._logprobs else None
+    def _shown(self, entries: Sequence[dict[str, Any]] | Written) -> dict[str, Any] | None:
+        return {"content": entries, "refusal": None} if self._logprobs else None
 
     def _chunk(
         self, delta: Mapping[str, Any], reason: str | None = None, logprobs: dict[str, Any] | None = None

@@ -12,6 +12,7 @@ from engine.ground.protocol import MAX_TOKENS, MAX_TOP_LOGPROBS
 from spark.apis.chat import Choices, event, stream_options
 from spark.apis.http import explain, openai_error
 from spark.apis.recall import kv_recall, no_messages
+from spark.apis.written import Written
 from spark.speech import conversation as c
 from spark.speech.conversation import Conversation, Finish, Part, Text
 
@@ -98,12 +99,29 @@ class Writer:
         }
         self.choices = choices or Choices(head, stream_options(body), conversation.replies)
         self._index, self._logprobs = index, conversation.logprobs
+        self._held: list[str] = []
+        # What is said of the tokens of what is held, by its name.
+        nothing = {} if self._logprobs is None else _shown((), self._logprobs)
+        self._tokens = {name: None if values is None else Written() for name, values in nothing.items()}
+
+    def hold(self, parts: Sequence[Part]) -> None:
+        """Take parts of a reply that is not streamed, as they come."""
+        for part in parts:
+            if isinstance(part, Text):
+                self._held.append(part.text)
+                for name, values in _shown(part.logprobs, self._logprobs or 0).items():
+                    if written := self._tokens.get(name):
+                        written.add(values)
 
     def whole(self, parts: Sequence[Part], finish: Finish) -> dict[str, Any]:
-        """Make the object of a reply that is not streamed, with the choices that were written before."""
-        texts = [part for part in parts if isinstance(part, Text)]
-        logprobs = [logprob for part in texts for logprob in part.logprobs]
-        return self.choices.add(self._choice("".join(part.text for part in texts), logprobs, finish.reason), finish)
+        """Make the object of a reply that is not streamed, with the choices that were written before.
+
+        parts: the last ones, behind those that are held.
+        """
+        self.hold(parts)
+        choice = self._choice("".join(self._held), None, finish.reason)
+        choice["logprobs"] = self._tokens or None
+        return self.choices.add(choice, finish)
 
     def start(self, prompt_tokens: int) -> bytes:
         """Write nothing: these streams begin with text."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping
 from typing import Any, TypeVar
@@ -29,6 +28,7 @@ from engine.ground.errors import (
     RequestError,
     SparkError,
 )
+from spark.apis.written import dumps
 from spark.speech.conversation import NotKeptError, ResponseNotKeptError
 
 EXPECTED = "x-spark-expected-s"  # seconds until the prompt is read, as far as that can be told when a stream begins
@@ -156,7 +156,7 @@ class EventStream(Response):
 
 def json_response(made: dict[str, Any], status: int = 200) -> Response:
     """Make a response."""
-    return Response(json.dumps(made), status, media_type="application/json")
+    return Response(dumps(made), status, media_type="application/json")
 
 
 def error_response(

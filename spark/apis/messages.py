@@ -268,11 +268,17 @@ class Writer:
         self._block: str | None = None  # type of the block that is open
         self._thought = ""
         self._omits = _omits(body)
+        self._held: list[Part] = []
+
+    def hold(self, parts: Sequence[Part]) -> None:
+        """Take parts of a reply that is not streamed, as they come."""
+        self._held += parts
 
     def whole(self, parts: Sequence[Part], finish: Finish) -> dict[str, Any]:
-        """Make the object of a reply that is not streamed."""
+        """Make the object of a reply that is not streamed; parts: the last ones, behind those that are held."""
+        self.hold(parts)
         content: list[dict[str, Any]] = []
-        for part in c.whole(parts):
+        for part in c.whole(self._held):
             if not isinstance(part, Text):
                 content.append({"type": "tool_use", "id": _tool_id(part.id), "name": part.name, "input": part.input()})
             elif part.kind == "reasoning":

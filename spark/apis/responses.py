@@ -26,6 +26,7 @@ from spark.apis.kept import Kept, Key
 from spark.apis.recall import kept_messages, kv_recall
 from spark.apis.response_items import MOST_VALUES, Entry, Found, full_name, named, read, references, to_keep
 from spark.apis.sealed import seal
+from spark.apis.written import Written, dumps
 from spark.speech import conversation as c
 from spark.speech.conversation import CallArguments, CallStart, Conversation, Finish, Part, Text, Usage, WholeCall
 from spark.speech.logprobs import entry
@@ -268,7 +269,7 @@ class Writer:
         self._number = 0  # of events
         self._output: list[dict[str, Any]] = []
         self._open: Text | WholeCall | None = None  # the item that is being written
-        self._logprobs: list[dict[str, Any]] = []  # of its tokens
+        self._logprobs = Written()  # of its tokens
         self._id = ""
 
     @property
@@ -283,10 +284,14 @@ class Writer:
         del head["text"]
         return self._event("response.in_progress", response=head | self._state("in_progress") | {"output": []})
 
-    def whole(self, parts: Sequence[Part], finish: Finish) -> dict[str, Any]:
-        """Make the object of a reply that is not streamed."""
+    def hold(self, parts: Sequence[Part]) -> None:
+        """Take parts of a reply that is not streamed, as they come."""
         for part in parts:
             self.part(part)
+
+    def whole(self, parts: Sequence[Part], finish: Finish) -> dict[str, Any]:
+        """Make the object of a reply that is not streamed; parts: the last ones, behind those that are held."""
+        self.hold(parts)
         self.end(finish)
         return self._head | self._state(_status(finish), finish)
 
@@ -305,7 +310,7 @@ class Writer:
             self._open = Text(part.kind, self._open.text + part.text)
             kind = "reasoning_text" if part.kind == "reasoning" else "output_text"
             logprobs = [*map(entry, part.logprobs)]
-            self._logprobs += logprobs
+            self._logprobs.add(logprobs)
             more: dict[str, Any] = {} if part.kind == "reasoning" else {"logprobs": logprobs}
             return made + self._inside(f"response.{kind}.delta", content_index=0, delta=part.text, **more)
         if isinstance(part, CallStart):
@@ -349,8 +354,8 @@ class Writer:
         """An event that has the whole response."""
         begin = json.dumps({"type": kind, "sequence_number": self._number})[:-1]
         self._number += 1
-        whole = f"{self._head_text}, {json.dumps(state)[1:]}"
-        return f'event: {kind}\ndata: {begin}, "response": {whole}}}\n\n'.encode()
+        head = f'event: {kind}\ndata: {begin}, "response": {self._head_text}, '
+        return b"".join((head.encode(), memoryview(dumps(state))[1:], b"}\n\n"))
 
     def _state(self, status: str, finish: Finish | None = None) -> dict[str, Any]:
         """What changes of a response while it is made."""
@@ -366,14 +371,14 @@ class Writer:
     def _event(self, kind: str, **fields: Any) -> bytes:
         made = {"type": kind, "sequence_number": self._number, **fields}
         self._number += 1
-        return f"event: {kind}\ndata: {json.dumps(made)}\n\n".encode()
+        return b"".join((f"event: {kind}\ndata: ".encode(), dumps(made), b"\n\n"))
 
     def _inside(self, kind: str, **fields: Any) -> bytes:
         """An event of the item that is being written."""
         return self._event(kind, item_id=self._id, output_index=len(self._output), **fields)
 
     def _begin(self, item: Text | WholeCall) -> bytes:
-        self._open, self._logprobs = item, []
+        self._open, self._logprobs = item, Written()
         prefix = "fc" if isinstance(item, WholeCall) else "rs" if item.kind == "reasoning" else "msg"
         if isinstance(item, WholeCall) and self._is_custom(item):
             prefix = "ctc"

@@ -330,6 +330,8 @@ class _Writer(Protocol):
     @property
     def keep_alive(self) -> bytes: ...
 
+    def hold(self, parts: list[Part]) -> None: ...
+
     def whole(self, parts: list[Part], finish: Finish) -> dict[str, Any]: ...
 
     def start(self, prompt_tokens: int) -> bytes: ...
@@ -522,7 +524,6 @@ class _Service:
             self._metrics.replies.dec(n)
 
     async def _whole(self, api: _Api, writers: Sequence[_Writer], replies: _Replies) -> dict[str, Any]:
-        parts: list[list[Part]] = [[] for _ in writers]
         ends: dict[int, Finish] = {}
         outcome = "left"
         try:
@@ -531,9 +532,9 @@ class _Service:
                     if isinstance(item, Finish):
                         ends[i] = item
                     else:
-                        parts[i] += item
+                        writers[i].hold(item)
             outcome = "ok"
-            return [writer.whole(parts[i], ends[i]) for i, writer in enumerate(writers)][-1]  # which has all
+            return [writer.whole([], ends[i]) for i, writer in enumerate(writers)][-1]  # which has all
         except SparkError:
             outcome = ""  # counted where it is answered
             raise

@@ -21,6 +21,7 @@ from spark.apis import bodies
 from spark.apis.kept import ENTRY_BYTES, Kept
 from spark.apis.response_items import MOST_VALUES, to_keep
 from spark.apis.responses import MAX_ECHO_BYTES, Asked, Refers, Writer, ask, parse, resolved
+from spark.apis.written import dumps
 from spark.speech import json_text
 from spark.speech.conversation import CallArguments, CallEnd, CallStart, Finish, NotKeptError, Part, Text, Usage
 from tests.server.test_server import PATIENCE_S, Running, fake, running, wait_until
@@ -110,7 +111,7 @@ def answered(kept_in: Kept, parts: list[Part], **body: Any) -> list[dict]:
     """The output of a reply, as its client has it."""
     asking = {"input": "x", "tools": [TOOL, CUSTOM], **body}
     made = parse(asking)
-    output: list[dict] = json.loads(json.dumps(Writer("m", asking, made, kept_in).whole(parts, FINISH)))["output"]
+    output: list[dict] = json.loads(dumps(Writer("m", asking, made, kept_in).whole(parts, FINISH)))["output"]
     return output
 
 

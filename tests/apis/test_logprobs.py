@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,7 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from openai import OpenAI
 
-from spark.speech.conversation import Text, TokenLogprob
+from spark.apis import chat, completions, responses
+from spark.apis.written import Written, dumps
+from spark.speech.conversation import Finish, Text, TokenLogprob, Usage
 from spark.speech.dialect import Dialect
 from spark.speech.logprobs import Aligner
 from spark.speech.reply import ReplyParser
@@ -196,3 +199,56 @@ def test_as_many_as_there_may_be(served: Running) -> None:
     chunks = events(served.ask("ab", stream=True, logprobs=True, top_logprobs=20))
     entries = [entry for chunk in chunks for entry in (chunk["choices"][0]["logprobs"] or {"content": []})["content"]]
     assert [len(entry["top_logprobs"]) for entry in entries] == [20, 20]
+
+
+# --- written as they come ---------------------------------------------------------------------------
+
+
+def test_what_is_written_already_is_put_in_its_place() -> None:
+    values: list[Any] = [{"a": 'x"y', "b": [1, None]}, "\ud800", 0.1, True]
+    one, two, none = Written(), Written(), Written()
+    one.add(values[:1])
+    one.add(values[1:])
+    two.add([2])
+    made = {"first": one, "second": [none, {"third": two, "again": one}], "text": '"]'}
+    plain = {"first": values, "second": [[], {"third": [2], "again": values}], "text": '"]'}
+    assert dumps(made) == json.dumps(plain).encode() == dumps(plain)
+    with pytest.raises(TypeError, match="set is nothing"):
+        dumps({"a": set()})
+
+
+@pytest.mark.parametrize(
+    ("api", "body"),
+    [
+        (chat, {"messages": said("x"), "logprobs": True, "top_logprobs": 1}),
+        (completions, {"prompt": "x", "logprobs": 1}),
+        (completions, {"prompt": "x", "logprobs": 0}),
+        (responses, {"input": "x", "top_logprobs": 1}),
+    ],
+)
+def test_the_end_of_a_reply_is_no_long_work(api: Any, body: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tokens are written as they come, so the last step of a reply of thousands keeps nobody waiting."""
+    finish = Finish("stop", Usage(1, 2))
+    tokens = tuple(TokenLogprob(bytes([c]), -0.5, ((b"s", -0.5),), i) for i, c in enumerate(b"so"))
+    asked = api.parse(body)
+
+    def writer() -> Any:
+        return api.Writer("m", body, asked)
+
+    late, held = writer(), writer()
+    late_said = json.loads(dumps(late.whole([Text("content", "so", tokens)], finish)))
+    held.hold([Text("content", "s", tokens[:1])])
+    held.hold([Text("content", "o", tokens[1:])])
+    for name in ("entry", "_top"):
+        monkeypatch.setattr(api, name, None, raising=False)
+    held_said = json.loads(dumps(held.whole([], finish)))
+    assert "-0.5" in str(held_said) and _unnamed(held_said) == _unnamed(late_said)
+
+
+def _unnamed(made: Any) -> Any:
+    """A reply without its ids."""
+    if isinstance(made, list):
+        return [_unnamed(item) for item in made]
+    if isinstance(made, dict):
+        return {key: _unnamed(value) for key, value in made.items() if key not in ("id", "created", "created_at")}
+    return made
