@@ -12,8 +12,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
+from spark.apis.response_tools import Given, call, named, result
 from spark.apis.sealed import unseal
 from spark.speech import conversation as c
+from spark.speech.json_text import parse_string
 from spark.speech.sessions import Message, Role, ToolCall
 from spark.speech.spans import Span
 
@@ -25,6 +27,18 @@ _NOTES = {
     "input_file": c.FILE_NOTE,
     "input_audio": c.AUDIO_NOTE,
     "input_video": c.VIDEO_NOTE,
+}
+_SEALED_NOTE = "[a summary of what came before was here, sealed by who made it; this model cannot read it]"
+# Items of tools that run at OpenAI, and what Codex notes for itself.
+_LEFT_OUT = (
+    "web_search_call", "file_search_call", "code_interpreter_call", "image_generation_call", "computer_call",
+    "computer_call_output", "mcp_list_tools", "mcp_call", "mcp_approval_request", "mcp_approval_response", "program",
+    "program_output", "tool_search_call", "ghost_snapshot",
+)  # fmt: skip
+_REFUSED = {
+    # Its reply is no reply but a summary, sealed.
+    "compaction_trigger": "a conversation cannot be compacted here; ask for a summary in words",
+    "configuration_update": "not supported; say it in the request's own `reasoning` and `text`",
 }
 
 Said: TypeAlias = list[str]  # what kind of thing it is, and its texts
@@ -39,16 +53,6 @@ class Found:
     before: Sequence[bytes] = ()
 
 
-def full_name(name: str, namespace: str | None) -> str:
-    """The name that the model knows a tool by."""
-    return name if not namespace else f"{namespace}__{name}"
-
-
-def named(where: str, record: dict[str, Any]) -> str:
-    """The full name of the tool that a record names."""
-    return full_name(c.get(record, "name", str, where=where), c.get(record, "namespace", str, None, where))
-
-
 def references(value: Any) -> list[tuple[int, str]]:
     """The places and ids of an input's references, as often as they are there."""
     items = _items(value) if type(value) is list else []
@@ -58,15 +62,15 @@ def references(value: Any) -> list[tuple[int, str]]:
     ]  # fmt: skip
 
 
-def read(value: Any, found: Found, keep: bool) -> tuple[list[Message], list[Entry], list[Span]]:
+def read(value: Any, found: Found, keep: bool) -> tuple[list[Message], list[Entry], list[Span], list[Given]]:
     """The messages of an input and of what comes before it; if they are to be kept, the input's own items, too.
 
     The third: by items, those before the input first, the messages [from, to) that they are in, none where the model
-    is not told of one.
+    is not told of one. The fourth: tools that items have brought, each with its place.
     """
     turns = _Turns()
     entries: list[Entry] = []
-    places = [turns.take(_from_kept(data)) for data in found.before]
+    places = [turns.take(_from_kept(data), "input") for data in found.before]
     referred = {item_id: _from_kept(data) for item_id, data in found.items.items()}
     items: list[Any] = [{"role": "user", "content": value}] if type(value) is str and value else []
     if type(value) is not str and (value is not None or not found.before):
@@ -78,18 +82,18 @@ def read(value: Any, found: Found, keep: bool) -> tuple[list[Message], list[Entr
         record = c.as_object(where, item)
         if _is_reference(record):
             item_id = record["id"]
-            places.append(turns.take(referred[item_id]))
+            places.append(turns.take(referred[item_id], where))
             entries.append(item_id)
         elif (said := _said(where, record)) is None:
             places.append((len(turns.messages), len(turns.messages)))
         else:
-            places.append(turns.take(said))
+            places.append(turns.take(said, where))
             if keep:
                 # Halves of surrogate pairs stay as they came, which escapes would join.
                 data = json.dumps(said, ensure_ascii=False).encode("utf-8", "surrogatepass")
                 entries.append((hashlib.sha256(data).digest(), data))
     turns.close()
-    return turns.messages, entries, places
+    return turns.messages, entries, places, turns.tools
 
 
 def to_keep(item: dict[str, Any]) -> bytes | None:
@@ -133,8 +137,20 @@ def _said(where: str, item: dict[str, Any]) -> Said | None:
         return ["output", call_id, _output(f"{where}.output", item.get("output"))]
     if kind == "reasoning":
         return ["reasoning", _reasoning(where, item)]
-    if kind == "compaction_trigger":  # its reply is no reply but a summary, sealed
-        raise c.refusal(f"{where}.type", "a conversation cannot be compacted here; ask for a summary in words")
+    if (made := call(where, item)) is not None:
+        call_id, name, text = made
+        return ["function", call_id, name, text]
+    if kind in ("additional_tools", "tool_search_output"):
+        tools = json.dumps(c.get(item, "tools", list, [], f"{where}."))
+        return ["tools", tools, *(result(where, item) or ())]
+    if (made_result := result(where, item)) is not None:
+        return ["output", *made_result]
+    if kind in ("compaction", "compaction_summary"):
+        return ["user", _SEALED_NOTE]
+    if kind in _REFUSED:
+        raise c.refusal(f"{where}.type", _REFUSED[kind])
+    if kind not in _LEFT_OUT:
+        raise c.refusal(f"{where}.type", f"{kind[:40]!r} cannot be read")
     return None
 
 
@@ -143,13 +159,21 @@ class _Turns:
 
     def __init__(self) -> None:
         self.messages: list[Message] = []
+        self.tools: list[Given] = []
         self._texts: list[str] = []
         self._thoughts: list[str] = []
         self._calls: list[ToolCall] = []
 
-    def take(self, said: Said) -> Span:
+    def take(self, said: Said, where: str) -> Span:
         """Add what an item says; in which messages that is, [from, to)."""
         match said:
+            case ["tools", tools, *answer]:
+                given = parse_string(tools) or []
+                places = [f"{where}.tools[{i}]" for i in range(len(given))]
+                self.tools += [(place, c.as_object(place, tool)) for place, tool in zip(places, given, strict=True)]
+                if not answer:
+                    return len(self.messages), len(self.messages)
+                return self._add(Message("tool", answer[1], tool_call_id=answer[0]))
             case ["assistant", text]:
                 if self._calls:
                     self.close()

@@ -2,16 +2,15 @@
 
 A request has the whole conversation, or refers to items and responses that were kept (`apis/kept.py`). What a request
 asks for and this server cannot do is refused by name, with these exceptions, which Codex's sessions take for granted:
-pictures become a note; tools other than functions and custom ones, and items that such tools have left in the input,
-are left out; fields that do not change what a reply says are ignored. Functions that come in a namespace, as those of
-MCP servers and of Codex's agents do, are functions named NAMESPACE__NAME for the model.
+pictures become a note; searches of the web and pictures that OpenAI would make, and items that tools of OpenAI's have
+left in the input, are left out; fields that do not change what a reply says are ignored. Functions that come in a
+namespace, as those of MCP servers and of Codex's agents do, are functions named NAMESPACE__NAME for the model.
 """
 
 from __future__ import annotations
 
 import functools
 import json
-import re
 import secrets
 import time
 from collections.abc import Mapping, Sequence
@@ -24,7 +23,8 @@ from spark.apis.bodies import Size
 from spark.apis.http import explain
 from spark.apis.kept import Kept, Key
 from spark.apis.recall import kept_messages, kv_recall
-from spark.apis.response_items import MOST_VALUES, Entry, Found, full_name, named, read, references, to_keep
+from spark.apis.response_items import MOST_VALUES, Entry, Found, read, references, to_keep
+from spark.apis.response_tools import Tool, call_item, choice, id_prefix, offered
 from spark.apis.sealed import seal
 from spark.apis.written import Written, dumps
 from spark.speech import conversation as c
@@ -36,19 +36,20 @@ MAX_ECHO_BYTES = 64 << 10  # of JSON: what a response repeats of the request's t
 _MAX_METADATA, _MAX_METADATA_KEY, _MAX_METADATA_VALUE = 16, 64, 512
 _UNSUPPORTED: Mapping[str, Sequence[Any]] = {"conversation": [], "background": [False], "prompt": [], "moderation": []}
 _NOT_KEPT = "what it refers to is not kept here, or not any more"
-_CUSTOM_SCHEMA = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
-_CUSTOM_OPENS = '{"input":"'
-# As much of the argument as is whole: what comes last may be a part of an escape.
-_CUSTOM_BEGUN = re.compile(r'\s*\{\s*"input"\s*:\s*"((?:[^"\\]|\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4}))*)')
 
 
 @dataclass(frozen=True, slots=True)
 class Asked(Conversation):
-    """A checked request. entries: its input's items, where the response is to be kept; before: what they follow."""
+    """A checked request.
+
+    entries: its input's items, where the response is to be kept; before: what they follow. offered: those of its tools
+    that are no plain functions.
+    """
 
     keep: bool = True
     entries: tuple[Entry, ...] = ()
     before: tuple[Key, ...] = ()
+    offered: tuple[Tool, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,20 +98,20 @@ def parse(body: Mapping[str, Any], found: Found | None = None, before: tuple[Key
     """
     c.refuse(body, _UNSUPPORTED)
     _check_metadata(body)
-    tools = c.unique_tools([tool.definition for tool in _tools(body)])
     text = c.get(body, "text", dict, {})
     keep = c.get(body, "store", bool, True)
-    messages, entries, places = read(body.get("input"), found or Found(), keep)
+    messages, entries, places, brought = read(body.get("input"), found or Found(), keep)
     if instructions := c.get(body, "instructions", str, ""):
         messages.insert(0, Message("system", instructions))
         places = [(begin + 1, end + 1) for begin, end in places]
     if not messages:
         raise c.refusal("input", "expected at least one message")
-    choice, tools = _choice(body.get("tool_choice"), tools)
+    tools, special = offered(body, brought)
+    chosen, tools = choice(body.get("tool_choice"), tools)
     return Asked(
         messages=tuple(messages),
         tools=tools,
-        tool_choice=choice,
+        tool_choice=chosen,
         parallel_calls=c.get(body, "parallel_tool_calls", bool, True),
         max_tokens=c.limit(body, "max_output_tokens"),
         sampling=c.sampling(body),
@@ -126,6 +127,7 @@ def parse(body: Mapping[str, Any], found: Found | None = None, before: tuple[Key
         keep=keep,
         entries=tuple(entries),
         before=before,
+        offered=special,
     )
 
 
@@ -154,63 +156,6 @@ def _logprobs(body: Mapping[str, Any]) -> int | None:
     return top or 0 if top or "message.output_text.logprobs" in include else None
 
 
-@dataclass(frozen=True, slots=True)
-class _Tool:
-    """A definition for the model, and what the tool is to the client. custom: takes bare text, here one argument."""
-
-    definition: dict[str, Any]
-    name: str
-    namespace: str | None
-    custom: bool
-
-
-def _tools(body: Mapping[str, Any]) -> list[_Tool]:
-    made = []
-    for i, record in enumerate(c.records(body, "tools", c.MAX_TOOLS, [])):
-        if record.get("type") != "namespace":
-            made += _tool(f"tools[{i}]", record, None)
-            continue
-        namespace = c.get(record, "name", str, "", f"tools[{i}].")
-        for k, inner in enumerate(c.get(record, "tools", list, [], f"tools[{i}].")):
-            where = f"tools[{i}].tools[{k}]"
-            made += _tool(where, c.as_object(where, inner), namespace)
-    if len(made) > c.MAX_TOOLS:
-        raise c.refusal("tools", f"{len(made)} of them; the limit is {c.MAX_TOOLS}")
-    return made
-
-
-def _tool(where: str, record: dict[str, Any], namespace: str | None) -> list[_Tool]:
-    """One tool; none for those that are not the client's to run."""
-    kind = c.get(record, "type", str, where=f"{where}.")
-    if kind not in ("function", "custom"):
-        return []
-    name = c.get(record, "name", str, where=f"{where}.")
-    description, parameters = record.get("description"), record.get("parameters")
-    if kind == "custom":
-        form = c.get(record, "format", dict, {}, f"{where}.")
-        definition = c.get(form, "definition", str, "", f"{where}.format.")
-        description = "\n\n".join(filter(None, (c.get(record, "description", str, "", f"{where}."), definition)))
-        parameters = _CUSTOM_SCHEMA
-    made = c.tool(where, full_name(name, namespace), description, parameters)
-    return [_Tool(made, name, namespace, kind == "custom")]
-
-
-def _choice(value: Any, tools: tuple[dict[str, Any], ...]) -> tuple[Any, tuple[dict[str, Any], ...]]:
-    """The choice, and the tools that it leaves."""
-    if value is None or value in ("auto", "none"):
-        return value or "auto", tools
-    if value == "required":
-        if not tools:
-            raise c.refusal("tool_choice", "a call is required, and there are no tools")
-        return value, tools
-    if type(value) is dict and value.get("type") in ("function", "custom"):
-        return c.chosen(named("tool_choice.", value), tools, "tool_choice.name"), tools
-    if type(value) is dict and value.get("type") == "allowed_tools":
-        own = [item for item in c.records(value, "tools", c.MAX_TOOLS) if item.get("type") in ("function", "custom")]
-        return c.allowed({**value, "tools": own}, tools, "tool_choice.", named)
-    raise c.refusal("tool_choice", "expected 'auto', 'none', 'required', a function or custom tool, or allowed_tools")
-
-
 # --- replies ----------------------------------------------------------------------------------
 
 
@@ -226,6 +171,7 @@ def _usage(used: Usage) -> dict[str, Any]:
 
 
 _PLAIN = {"format": {"type": "text"}}
+_SHOWN_WHILE_WRITTEN = ("msg", "rs", "fc", "ctc")  # of other calls nothing is known before they are whole
 
 
 class Writer:
@@ -242,7 +188,8 @@ class Writer:
         self._kept = kept if self._asked is not None else None
         self._keys: list[Key] = []  # of items that were given out
         echo = _Echo()
-        self._tools = {tool.definition["function"]["name"]: tool for tool in reversed(_tools(body))}
+        special = conversation.offered if isinstance(conversation, Asked) else ()
+        self._tools = {tool.known_as: tool for tool in special}
         self._keep = "reasoning.encrypted_content" in c.get(body, "include", list, [])
         sampling = conversation.sampling
         self._head = {
@@ -319,7 +266,7 @@ class Writer:
             call = self._open
             assert isinstance(call, WholeCall)
             self._open = WholeCall(call.id, call.name, call.arguments + part.text)
-            if self._is_custom(call):
+            if call.name in self._tools and self._tools[call.name].kind != "function":
                 return b""
             return self._inside("response.function_call_arguments.delta", delta=part.text)
         return self._close("completed" if part.complete else "incomplete")
@@ -379,11 +326,14 @@ class Writer:
 
     def _begin(self, item: Text | WholeCall) -> bytes:
         self._open, self._logprobs = item, Written()
-        prefix = "fc" if isinstance(item, WholeCall) else "rs" if item.kind == "reasoning" else "msg"
-        if isinstance(item, WholeCall) and self._is_custom(item):
-            prefix = "ctc"
+        if isinstance(item, WholeCall):
+            prefix = id_prefix(self._tools.get(item.name))
+        else:
+            prefix = "rs" if item.kind == "reasoning" else "msg"
         self._id = f"{prefix}_{secrets.token_hex(12)}"
-        made = self._event("response.output_item.added", output_index=len(self._output), item=self._item("in_progress"))
+        if prefix not in _SHOWN_WHILE_WRITTEN:
+            return b""
+        made = self._added()
         if isinstance(item, Text):
             made += self._inside("response.content_part.added", content_index=0, part=self._content(item))
         return made
@@ -399,9 +349,11 @@ class Writer:
             more: dict[str, Any] = {} if item.kind == "reasoning" else {"logprobs": self._logprobs}
             made = self._inside(f"response.{kind}.done", content_index=0, text=item.text, **more)
             made += self._inside("response.content_part.done", content_index=0, part=self._content(item))
-        elif self._is_custom(item):
+        elif done["type"] == "custom_tool_call":
             made = self._inside("response.custom_tool_call_input.delta", delta=done["input"])
             made += self._inside("response.custom_tool_call_input.done", input=done["input"])
+        elif done["type"] != "function_call":
+            made = self._added()
         else:
             made = self._inside("response.function_call_arguments.done", name=done["name"], arguments=item.arguments)
         made += self._event("response.output_item.done", output_index=len(self._output), item=done)
@@ -412,9 +364,10 @@ class Writer:
         self._open = None
         return made
 
-    def _is_custom(self, call: WholeCall) -> bool:
-        tool = self._tools.get(call.name)
-        return tool is not None and tool.custom
+    def _added(self) -> bytes:
+        return self._event(
+            "response.output_item.added", output_index=len(self._output), item=self._item("in_progress")
+        )
 
     def _item(self, status: str) -> dict[str, Any]:
         """The item that is being written, as the API has it."""
@@ -422,13 +375,7 @@ class Writer:
         assert item is not None
         made: dict[str, Any] = {"id": self._id, "status": status}
         if isinstance(item, WholeCall):
-            tool = self._tools.get(item.name)
-            call = {"call_id": item.id, "name": item.name if tool is None else tool.name}
-            if tool is not None and tool.namespace:
-                call["namespace"] = tool.namespace
-            if self._is_custom(item):
-                return made | {"type": "custom_tool_call", **call, "input": _custom_input(item)}
-            return made | {"type": "function_call", **call, "arguments": item.arguments}
+            return made | call_item(item, self._tools.get(item.name), status)
         content = [self._content(item)] if status != "in_progress" else []
         if item.kind == "content":
             return made | {"type": "message", "role": "assistant", "content": content}
@@ -476,14 +423,3 @@ def _left(value: Any, left: int) -> int:
 
 def _status(finish: Finish) -> str:
     return "incomplete" if finish.reason == "length" else "completed"
-
-
-def _custom_input(call: WholeCall) -> str:
-    """What a custom tool is given, so far where the call was cut; all that was written if it is not that argument."""
-    found = call.input().get("input")
-    if isinstance(found, str):
-        return found
-    if begun := _CUSTOM_BEGUN.match(call.arguments):
-        text = str(json.loads(f'"{begun[1]}"', strict=False))
-        return text[:-1] if "\ud800" <= text[-1:] <= "\udbff" else text  # half of a character
-    return "" if _CUSTOM_OPENS.startswith("".join(call.arguments.split())) else call.arguments
