@@ -38,10 +38,11 @@ def parse(body: Mapping[str, Any]) -> Conversation:
     prompts = _prompts(body.get("prompt"))
     if len(prompts) * choices > MAX_REPLIES:
         raise c.refusal("prompt", f"{len(prompts)} prompts with {choices} choices each; the limit is {MAX_REPLIES}")
+    max_tokens = c.limit(body, "max_tokens", 0)
     return Conversation(
         raw=prompts[0],
         more_raw=prompts[1:],
-        max_tokens=c.limit(body, "max_tokens") or _DEFAULT_TOKENS,
+        max_tokens=_DEFAULT_TOKENS if max_tokens is None else max_tokens,
         sampling=c.sampling(body),
         stops=c.stops(body.get("stop")),
         response_schema=c.response_schema("response_format", body.get("response_format"), "json_schema"),

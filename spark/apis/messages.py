@@ -42,7 +42,7 @@ _LEFT_OUT = ("redacted_thinking", "server_tool_use", "mcp_tool_use", "mcp_tool_l
 def parse(body: Mapping[str, Any]) -> Conversation:
     """Check the body of a request; raises RequestError that names the field."""
     c.refuse(body, {"compaction": []})  # a summary in place of a reply; to count its tokens is something else
-    max_tokens = c.limit(body, "max_tokens")
+    max_tokens = c.limit(body, "max_tokens", 0)
     if max_tokens is None:
         raise c.refusal("max_tokens", "missing")
     return _parse(body, max_tokens)

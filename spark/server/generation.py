@@ -283,7 +283,8 @@ class _Run:
         self._offered = {tool["function"]["name"] for tool in conversation.tools}
         self._called = False  # where it has a form, which then binds no answer: to a tool that was offered
         self._ended = False  # before a call to another tool
-        self.tokens, self.left = list(prompt.opening.tokens), prompt.max_tokens
+        self.tokens, self.left = list(prompt.opening.tokens), max(prompt.max_tokens, 1)
+        self._reads_only = prompt.max_tokens == 0  # an engine writes one token at least, which then is nobody's
         self._answer_at = len(self.tokens)  # where what is not reasoning begins
         self._prompt_tokens = len(self.tokens)
         self._reused = 0  # of the tokens of the prompt
@@ -328,6 +329,9 @@ class _Run:
         parts: list[Part] = []
         self.begun = True
         self._count_prompt(event)
+        if self._reads_only:
+            self.reason = "length" if isinstance(event, protocol.Done) else ""
+            return []
         if isinstance(event, protocol.Tokens):
             self._drafting = event.drafts or self._drafting
             self._recalling = event.recall or self._recalling
@@ -352,7 +356,7 @@ class _Run:
         """Count what an event brings that comes too late for the reply."""
         self.begun = True
         self._count_prompt(event)
-        if isinstance(event, protocol.Tokens):
+        if isinstance(event, protocol.Tokens) and not self._reads_only:
             self._completion += len(event.tokens)
             self._drafting = event.drafts or self._drafting
             self._recalling = event.recall or self._recalling

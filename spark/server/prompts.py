@@ -42,7 +42,7 @@ class PromptTooLongError(ContextOverflowError):
 class Prompt:
     """A conversation that is ready to run.
 
-    max_tokens: of the reply, at least 1. budget: tokens of reasoning, None: no limit. arrived_s: when it was asked for.
+    max_tokens: of the reply. budget: tokens of reasoning, None: no limit. arrived_s: when it was asked for.
     prediction: tokens that may come in the reply, None: of none it is said.
     """
 
@@ -158,7 +158,7 @@ class Prompts:
         room = self.ctx_tokens - len(opening.tokens)
         if room < 1:
             raise PromptTooLongError(len(opening.tokens), self.ctx_tokens)
-        max_tokens = min(room, conversation.max_tokens or room)
+        max_tokens = room if conversation.max_tokens is None else min(room, conversation.max_tokens)
         form = self._grammar(conversation, opening)
         if (recall := conversation.kv_recall) is not None and opening.kept:
             conversation = replace(conversation, kv_recall=replace(recall, keep=(*recall.keep, *opening.kept)))

@@ -65,7 +65,8 @@ class Conversation:
     """A checked request.
 
     tools: `{"type":"function","function":{"name",...}}`. tool_choice: "auto", "none", "required", or `("name", NAME)`.
-    parallel_calls: more than one call in a reply is wanted. max_tokens: None: all that the context leaves.
+    parallel_calls: more than one call in a reply is wanted. max_tokens: None: all that the context leaves; 0: the
+    prompt is read, and kept, and nothing is written.
     response_schema: JSON schema of the reply; `{}`: any object; form_field: the field that it came in. written: how
     the reply begins, which is not repeated. text_chars, tool_chars: how long messages and tools are for a
     template, with objects as JSON, as `measured` found it. raw: text or tokens to continue in place of messages;
@@ -441,11 +442,11 @@ def call(call_id: str, name: str, arguments: str) -> ToolCall:
     return ToolCall(call_id, name, made)
 
 
-def limit(body: Mapping[str, Any], name: str) -> int | None:
-    """A number of tokens, at least 1."""
+def limit(body: Mapping[str, Any], name: str, least: int = 1) -> int | None:
+    """A number of tokens, at least so many."""
     found: int | None = get(body, name, int, None)
-    if found is not None and found < 1:
-        raise refusal(name, "expected at least 1")
+    if found is not None and found < least:
+        raise refusal(name, f"expected at least {least}")
     return found
 
 

@@ -324,3 +324,32 @@ def test_many_streams_at_once_with_one_that_is_whole() -> None:
             thread.join(PATIENCE_S)
         assert json.loads(replies.pop(0))["content"] == [{"type": "text", "text": "reply 0"}]
         assert len(replies) == 11 and all(text.endswith("\n\n") and "message_stop" in text for text in replies.values())
+
+
+# --- prompts that are only read ---------------------------------------------------------------------
+
+
+def test_no_tokens_at_all(served: Running, anthropic_client: Anthropic, openai_client: OpenAI) -> None:
+    """`max_tokens` 0 has the prompt read, and kept for the next request; nothing is written, whatever is asked for."""
+
+    def written() -> list[str]:
+        lines = httpx.get(f"http://127.0.0.1:{served.port}/metrics", timeout=PATIENCE_S).text.splitlines()
+        return [line for line in lines if line.startswith("spark_tokens_total") and "written" in line]
+
+    before = written()
+    tool: Any = {"name": "read", "input_schema": SCHEMA}
+    for more in ({}, {"tools": [tool], "tool_choice": {"type": "any"}}, {"thinking": {"type": "adaptive"}}):
+        given: Any = {"model": "any", "max_tokens": 0, "messages": said("hello"), **more}
+        made = anthropic_client.messages.create(**given)
+        assert made.content == [] and (made.stop_reason, made.usage.output_tokens) == ("max_tokens", 0)
+        assert made.usage.input_tokens > 0
+        with anthropic_client.messages.stream(**given) as stream:
+            final = stream.get_final_message()
+        assert final.content == [] and (final.stop_reason, final.usage.output_tokens) == ("max_tokens", 0)
+    completed = openai_client.completions.create(model="any", prompt=["a", "b"], max_tokens=0, logprobs=1)
+    assert [(one.text, one.finish_reason) for one in completed.choices] == [("", "length"), ("", "length")]
+    assert completed.usage and (completed.usage.prompt_tokens, completed.usage.completion_tokens) == (2, 0)
+    for refused in ("max_tokens", "max_completion_tokens"):
+        with pytest.raises(openai.BadRequestError, match="expected at least 1"):
+            openai_client.chat.completions.create(model="any", messages=said("x"), extra_body={refused: 0})
+    assert len(before) == 1 and written() == before
