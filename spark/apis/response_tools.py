@@ -44,11 +44,11 @@ _OWN: Mapping[str, tuple[str, dict[str, Any]]] = {
     ),
     "apply_patch": (
         "Create, update or delete a file. diff: of create_file the lines, each behind a +; of update_file, behind @@, "
-        "lines of the file behind a blank, those that go behind a -, those that come behind a +.",
+        "lines of the file behind a blank, those that go behind a -, those that come behind a +; of delete_file empty.",
         _object(
             {"type": {"type": "string", "enum": ["create_file", "update_file", "delete_file"]}, "path": _TEXT,
              "diff": _TEXT},
-            ["type", "path"],
+            ["type", "path", "diff"],
         ),
     ),
 }  # fmt: skip
@@ -174,6 +174,8 @@ def call(where: str, item: Mapping[str, Any]) -> tuple[str, str, str] | None:
     given = c.get(item, field, dict, where=f"{where}.")
     known = [*_OWN[name][1]["properties"]] if name in _OWN else [*given]
     arguments = {key: given[key] for key in known if given.get(key) is not None}
+    if name == "apply_patch":
+        arguments.setdefault("diff", "")
     return c.get(item, "call_id", str, where=f"{where}."), name, json.dumps(arguments)
 
 
@@ -245,8 +247,10 @@ def call_item(call: WholeCall, tool: Tool | None, status: str) -> dict[str, Any]
         case "apply_patch":
             made["status"] = "in_progress" if status == "incomplete" else status  # it has no other
             texts = {name: given[name] for name in ("type", "path", "diff") if isinstance(given.get(name), str)}
-            needed = {} if texts.get("type") == "delete_file" else {"diff": ""}
-            return {**made, field: {"type": "update_file", "path": "", **needed, **texts}}
+            operation = {"type": "update_file", "path": "", "diff": "", **texts}
+            if operation["type"] == "delete_file":
+                del operation["diff"]
+            return {**made, field: operation}
     return {**made, "execution": "client", field: given}
 
 

@@ -36,7 +36,7 @@ WRITTEN: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
         "apply_patch", {"type": "update_file", "path": "a", "diff": "@@\n-a\n+b\n"},
         {"type": "apply_patch_call", "operation": {"type": "update_file", "path": "a", "diff": "@@\n-a\n+b\n"}},
     ),
-    ("apply_patch", {"type": "delete_file", "path": "a"},
+    ("apply_patch", {"type": "delete_file", "path": "a", "diff": ""},
      {"type": "apply_patch_call", "operation": {"type": "delete_file", "path": "a"}}),
     ("tool_search", {"query": "q"}, {"type": "tool_search_call", "execution": "client", "arguments": {"query": "q"}}),
 ]  # fmt: skip
