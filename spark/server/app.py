@@ -296,6 +296,7 @@ def create_app(
 ) -> Starlette:
     """Make the application; `name` is what the model is called. allow_origins: as `allowed_origin` gives them."""
     service = _Service(supervisor, tokenizer, name)
+    _, _, responses, messages = apis = _apis(service.kept)
 
     @contextlib.asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
@@ -306,8 +307,9 @@ def create_app(
 
     app = Starlette(
         routes=[
-            *(Route(api.path, service.endpoint(api), methods=["POST"]) for api in _apis(service.kept)),
-            Route("/v1/messages/count_tokens", service.count_tokens, methods=["POST"]),
+            *(Route(api.path, service.endpoint(api), methods=["POST"]) for api in apis),
+            Route("/v1/messages/count_tokens", service.counting(messages), methods=["POST"]),
+            Route("/v1/responses/input_tokens", service.counting(responses, "response.input_tokens"), methods=["POST"]),
             Route("/v1/models", service.models),
             Route("/v1/models/{model:path}", service.model),
             Route("/health", service.health),
@@ -353,6 +355,7 @@ class _Api:
     writers: Callable[[str, Mapping[str, Any], Conversation], Sequence[_Writer]]  # one for each choice
     overflow_in_stream: bool = False  # Codex looks for a context that overflows in the stream alone
     again: Again = lambda made: None
+    counted: Callable[[Mapping[str, Any]], Any] | None = None  # in place of parse, where tokens alone are counted
 
 
 def _only(writer: Callable[[str, Mapping[str, Any], Conversation], _Writer]) -> Callable[..., Sequence[_Writer]]:
@@ -367,8 +370,11 @@ def _apis(kept: Kept) -> tuple[_Api, ...]:
         _Api("chat", "/v1/chat/completions", "messages", api_chat.parse, api_chat.kept, api_chat.writers),
         _Api("completions", "/v1/completions", "prompt", api_completions.parse, api_chat.kept, api_completions.writers),
         _Api("responses", "/v1/responses", "input", api_responses.ask, api_responses.kept, responses, True, again),
-        _Api("messages", "/v1/messages", "messages", api_messages.parse, api_messages.kept, _only(api_messages.Writer)),
-    )
+        _Api(
+            "messages", "/v1/messages", "messages", api_messages.parse, api_messages.kept, _only(api_messages.Writer),
+            counted=api_messages.parse_count,
+        ),
+    )  # fmt: skip
 
 
 _Replies = AsyncGenerator[tuple[int, list[Part] | Finish]]
@@ -437,14 +443,20 @@ class _Service:
         except OverloadedError as error:
             return error_response(request.scope, 503, error.message, "too_many_watchers")
 
-    async def count_tokens(self, request: Request) -> Response:
-        async def count() -> int:
-            wanted = Wanted(api_messages.parse_count, api_messages.kept, self._model.most_chars)
-            _, conversation = await self.bodies.parsed(request, wanted, place=self._place)
-            with self._places(1):
-                return await unless_left(request, self._model.count(conversation, "messages"))
+    def counting(self, api: _Api, kind: str = "") -> Callable[[Request], Any]:
+        """Make the endpoint that counts the tokens of an API's prompts; kind: of object of its answers."""
 
-        return json_response({"input_tokens": await self.closing.run(count())})
+        async def count(request: Request) -> int:
+            wanted = Wanted(api.counted or api.parse, api.kept, self._model.most_chars)
+            _, conversation = await self.bodies.parsed(request, wanted, api.again, self._place)
+            with self._places(1):
+                return await unless_left(request, self._model.count(conversation, api.prompt))
+
+        async def answer(request: Request) -> Response:
+            made = {"input_tokens": await self.closing.run(count(request))}
+            return json_response({"object": kind, **made} if kind else made)
+
+        return answer
 
     def endpoint(self, api: _Api) -> Callable[[Request], Any]:
         """Make the endpoint of an API."""

@@ -353,3 +353,16 @@ def test_no_tokens_at_all(served: Running, anthropic_client: Anthropic, openai_c
         with pytest.raises(openai.BadRequestError, match="expected at least 1"):
             openai_client.chat.completions.create(model="any", messages=said("x"), extra_body={refused: 0})
     assert len(before) == 1 and written() == before
+
+
+def test_tokens_of_a_response_are_counted(openai_client: OpenAI) -> None:
+    """They are those that it takes, with what it goes on from."""
+    tool: Any = {"type": "function", "name": "read", "description": "d", "parameters": SCHEMA}
+    given: Any = {"model": "any", "input": said("hello"), "instructions": "be", "tools": [tool]}
+    made = openai_client.responses.create(**given)
+    counted = openai_client.responses.input_tokens.count(**given)
+    assert made.usage and (counted.object, counted.input_tokens) == ("response.input_tokens", made.usage.input_tokens)
+    further = openai_client.responses.input_tokens.count(model="any", input="more", previous_response_id=made.id)
+    assert further.input_tokens > openai_client.responses.input_tokens.count(model="any", input="more").input_tokens
+    with pytest.raises(openai.BadRequestError, match="input: expected at least one message"):
+        openai_client.responses.input_tokens.count(model="any", input="")
