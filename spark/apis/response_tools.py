@@ -176,16 +176,14 @@ def call(where: str, item: Mapping[str, Any]) -> tuple[str, str, str] | None:
     arguments = {key: given[key] for key in known if given.get(key) is not None}
     if name == "apply_patch":
         arguments.setdefault("diff", "")
-    return c.get(item, "call_id", str, where=f"{where}."), name, json.dumps(arguments)
+    return _call_id(where, item), name, json.dumps(arguments)
 
 
 def result(where: str, item: Mapping[str, Any]) -> tuple[str, str] | None:
     """The call's id and the text of a result of such a call; None: it is none."""
     match item.get("type"):
         case "local_shell_call_output":  # by OpenAI's schema it has the id of the call as its own
-            found = item.get("call_id") or item.get("id")
-            call_id = c.get({"call_id": found}, "call_id", str, where=f"{where}.")
-            return call_id, c.get(item, "output", str, "", f"{where}.")
+            return _call_id(where, item), c.get(item, "output", str, "", f"{where}.")
         case "shell_call_output":
             chunks = c.get(item, "output", list, where=f"{where}.")
             texts = [_printed(f"{where}.output[{i}]", chunk) for i, chunk in enumerate(chunks)]
@@ -199,6 +197,12 @@ def result(where: str, item: Mapping[str, Any]) -> tuple[str, str] | None:
             text = ", ".join(name for name in names if type(name) is str)
             return c.get(item, "call_id", str, where=f"{where}."), f"found: {text or 'nothing'}"
     return None
+
+
+def _call_id(where: str, item: Mapping[str, Any]) -> str:
+    """The id of a call; old ones of local shells have that of the item alone."""
+    found: str = c.get({"call_id": item.get("call_id") or item.get("id")}, "call_id", str, where=f"{where}.")
+    return found
 
 
 def _printed(where: str, chunk: Any) -> str:

@@ -86,6 +86,13 @@ MESSAGE = record({"role": "user", "content": TEXT | some(BLOCK | RESULT)}) | rec
 )
 
 SHOWN = TEXT | some(record({"type": st.sampled_from(["input_text", "output_text", "input_image"]), "text": TEXT}))
+PRINTED = record(stdout=TEXT, stderr=TEXT, outcome=record({"type": "exit"}, exit_code=TOKENS))
+RESPONSES_TOOL = (
+    record({"type": "function", "name": NAME}, description=TEXT, parameters=SCHEMA)
+    | record({"type": "custom", "name": NAME}, format=record(definition=TEXT))
+    | record({"type": st.sampled_from(["web_search", "shell", "local_shell", "apply_patch"])})
+    | record({"type": "tool_search"}, execution="client", description=TEXT, parameters=SCHEMA)
+)
 ITEM = (
     record({"role": st.sampled_from(["user", "assistant", "developer"]), "content": SHOWN}, type="message")
     | record({"type": "function_call", "call_id": TEXT, "name": NAME}, arguments=TEXT)
@@ -94,11 +101,13 @@ ITEM = (
     | record({"type": "custom_tool_call_output", "call_id": TEXT}, output=SHOWN)
     | record({"type": "reasoning"}, summary=some(OBJECT), encrypted_content=st.sampled_from(["spark1.aGk=", "gAA"]))
     | record({"type": "web_search_call"})
-)
-RESPONSES_TOOL = (
-    record({"type": "function", "name": NAME}, description=TEXT, parameters=SCHEMA)
-    | record({"type": "custom", "name": NAME}, format=record(definition=TEXT))
-    | record({"type": "web_search"})
+    | record({"type": st.sampled_from(["shell_call", "local_shell_call"]), "call_id": TEXT, "action": OBJECT})
+    | record({"type": "apply_patch_call", "call_id": TEXT, "operation": OBJECT})
+    | record({"type": "tool_search_call", "call_id": TEXT, "arguments": OBJECT})
+    | record({"type": "shell_call_output", "call_id": TEXT, "output": some(PRINTED)})
+    | record({"type": "apply_patch_call_output", "call_id": TEXT}, status=TEXT, output=TEXT)
+    | record({"type": "tool_search_output", "tools": some(RESPONSES_TOOL)}, call_id=TEXT)
+    | record({"type": "additional_tools", "tools": some(RESPONSES_TOOL)}, role="developer")
 )
 RESPONSES_FORM = record({"type": "text"}) | record({"type": "json_schema", "schema": SCHEMA}, name=NAME)
 
@@ -133,6 +142,7 @@ BODIES: dict[str, st.SearchStrategy] = {
     ),
 }  # fmt: skip
 BODIES["/v1/messages/count_tokens"] = BODIES["/v1/messages"]
+BODIES["/v1/responses/input_tokens"] = BODIES["/v1/responses"]
 
 
 def places(value: Any) -> list[tuple[Any, Any]]:
