@@ -27,6 +27,7 @@ _NOTES = {
     "input_file": c.FILE_NOTE,
     "input_audio": c.AUDIO_NOTE,
     "input_video": c.VIDEO_NOTE,
+    "encrypted_content": "[a message was here, sealed by who made it; this model cannot read it]",
 }
 _SEALED_NOTE = "[a summary of what came before was here, sealed by who made it; this model cannot read it]"
 # Items of tools that run at OpenAI, and what Codex notes for itself.
@@ -35,11 +36,6 @@ _LEFT_OUT = (
     "computer_call_output", "mcp_list_tools", "mcp_call", "mcp_approval_request", "mcp_approval_response", "program",
     "program_output", "tool_search_call", "ghost_snapshot",
 )  # fmt: skip
-_REFUSED = {
-    # Its reply is no reply but a summary, sealed.
-    "compaction_trigger": "a conversation cannot be compacted here; ask for a summary in words",
-    "configuration_update": "not supported; say it in the request's own `reasoning` and `text`",
-}
 
 Said: TypeAlias = list[str]  # what kind of thing it is, and its texts
 Entry: TypeAlias = str | tuple[bytes, bytes]  # an item that is referred to, or an item's digest and what is kept of it
@@ -62,11 +58,24 @@ def references(value: Any) -> list[tuple[int, str]]:
     ]  # fmt: skip
 
 
-def read(value: Any, found: Found, keep: bool) -> tuple[list[Message], list[Entry], list[Span], list[Given]]:
+@dataclass(frozen=True, slots=True)
+class Brought:
+    """What items bring beside messages: tools, each with its place, and the last word on `reasoning` and `text`."""
+
+    tools: list[Given] = field(default_factory=list)
+    settings: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+    def over(self, body: Mapping[str, Any], name: str) -> dict[str, Any]:
+        """A field of the request, with what items have changed of it."""
+        given: dict[str, Any] = c.get(body, name, dict, {})
+        return given | self.settings.get(name, {})
+
+
+def read(value: Any, found: Found, keep: bool) -> tuple[list[Message], list[Entry], list[Span], Brought]:
     """The messages of an input and of what comes before it; if they are to be kept, the input's own items, too.
 
     The third: by items, those before the input first, the messages [from, to) that they are in, none where the model
-    is not told of one. The fourth: tools that items have brought, each with its place.
+    is not told of one.
     """
     turns = _Turns()
     entries: list[Entry] = []
@@ -93,7 +102,7 @@ def read(value: Any, found: Found, keep: bool) -> tuple[list[Message], list[Entr
                 data = json.dumps(said, ensure_ascii=False).encode("utf-8", "surrogatepass")
                 entries.append((hashlib.sha256(data).digest(), data))
     turns.close()
-    return turns.messages, entries, places, turns.tools
+    return turns.messages, entries, places, turns.brought
 
 
 def to_keep(item: dict[str, Any]) -> bytes | None:
@@ -145,10 +154,16 @@ def _said(where: str, item: dict[str, Any]) -> Said | None:
         return ["tools", tools, *(result(where, item) or ())]
     if (made_result := result(where, item)) is not None:
         return ["output", *made_result]
-    if kind in ("compaction", "compaction_summary"):
-        return ["user", _SEALED_NOTE]
-    if kind in _REFUSED:
-        raise c.refusal(f"{where}.type", _REFUSED[kind])
+    if kind == "agent_message":  # of one of Codex's agents to another
+        texts = c.joined(f"{where}.content", item.get("content"), _part)
+        return ["user", f"{c.get(item, 'author', str, 'an agent', f'{where}.')}: {texts}"]
+    if kind == "configuration_update":
+        changed = {name: c.get(item, name, dict, {}, f"{where}.") for name in ("reasoning", "text")}
+        return ["settings", json.dumps(changed)]
+    if kind in ("compaction", "compaction_summary", "context_compaction"):
+        return None if item.get("encrypted_content") is None else ["user", _SEALED_NOTE]
+    if kind == "compaction_trigger":  # its reply is no reply but a summary, sealed
+        raise c.refusal(f"{where}.type", "a conversation cannot be compacted here; ask for a summary in words")
     if kind not in _LEFT_OUT:
         raise c.refusal(f"{where}.type", f"{kind[:40]!r} cannot be read")
     return None
@@ -159,7 +174,7 @@ class _Turns:
 
     def __init__(self) -> None:
         self.messages: list[Message] = []
-        self.tools: list[Given] = []
+        self.brought = Brought()
         self._texts: list[str] = []
         self._thoughts: list[str] = []
         self._calls: list[ToolCall] = []
@@ -169,11 +184,15 @@ class _Turns:
         match said:
             case ["tools", tools, *answer]:
                 given = parse_string(tools) or []
-                places = [f"{where}.tools[{i}]" for i in range(len(given))]
-                self.tools += [(place, c.as_object(place, tool)) for place, tool in zip(places, given, strict=True)]
+                for i, tool in enumerate(given):
+                    self.brought.tools.append((f"{where}.tools[{i}]", c.as_object(f"{where}.tools[{i}]", tool)))
                 if not answer:
                     return len(self.messages), len(self.messages)
                 return self._add(Message("tool", answer[1], tool_call_id=answer[0]))
+            case ["settings", text]:
+                for name, changed in (parse_string(text) or {}).items():
+                    self.brought.settings[name] = self.brought.settings.get(name, {}) | changed
+                return len(self.messages), len(self.messages)
             case ["assistant", text]:
                 if self._calls:
                     self.close()

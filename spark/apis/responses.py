@@ -98,7 +98,6 @@ def parse(body: Mapping[str, Any], found: Found | None = None, before: tuple[Key
     """
     c.refuse(body, _UNSUPPORTED)
     _check_metadata(body)
-    text = c.get(body, "text", dict, {})
     keep = c.get(body, "store", bool, True)
     messages, entries, places, brought = read(body.get("input"), found or Found(), keep)
     if instructions := c.get(body, "instructions", str, ""):
@@ -106,7 +105,8 @@ def parse(body: Mapping[str, Any], found: Found | None = None, before: tuple[Key
         places = [(begin + 1, end + 1) for begin, end in places]
     if not messages:
         raise c.refusal("input", "expected at least one message")
-    tools, special = offered(body, brought)
+    tools, special = offered(body, brought.tools)
+    body = {**body, "reasoning": brought.over(body, "reasoning")}
     chosen, tools = choice(body.get("tool_choice"), tools)
     return Asked(
         messages=tuple(messages),
@@ -117,7 +117,7 @@ def parse(body: Mapping[str, Any], found: Found | None = None, before: tuple[Key
         sampling=c.sampling(body),
         stops=c.stops(body.get("stop")),
         reasoning=c.reasoning(body),
-        response_schema=c.response_schema("text.format", text.get("format"), None),
+        response_schema=c.response_schema("text.format", brought.over(body, "text").get("format"), None),
         form_field="text.format",
         logprobs=_logprobs(body),
         draft=c.draft(body),

@@ -204,7 +204,25 @@ def test_items_of_tools_that_ran_elsewhere() -> None:
     assert note.role == "user" and "cannot read it" in note.content
 
 
-@pytest.mark.parametrize("kind", ["mesage", "configuration_update", "compaction_trigger"])
+def test_items_of_agents_and_settings() -> None:
+    content = [{"type": "input_text", "text": "look"}, {"type": "encrypted_content", "encrypted_content": "AAAA"}]
+    told = {"type": "agent_message", "author": "/root", "recipient": "/root/a", "content": content}
+    (message,) = ask(input=[told, {"type": "context_compaction"}]).messages
+    assert message.role == "user" and message.content.startswith("/root: look[a message was here")
+    form = {"type": "json_schema", "name": "n", "schema": {"type": "integer"}}
+    updates = [
+        {"type": "configuration_update", "reasoning": {"effort": "high"}, "text": {"format": form}},
+        {"type": "configuration_update", "reasoning": {"effort": "minimal"}},
+    ]
+    asked = ask(input=[SAID, *updates], reasoning={"effort": "low"})
+    assert asked.reasoning.effort == "minimal" and asked.response_schema == {"type": "integer"}
+    _, entries, _, _ = read([SAID, *updates], Found(), keep=True)
+    kept = [entry[1] for entry in entries if isinstance(entry, tuple)]
+    assert parse({"input": "y"}, Found(before=kept)).reasoning.effort == "minimal"
+    assert ask(reasoning={"effort": "low"}).reasoning.effort == "low" and ask().reasoning.effort is None
+
+
+@pytest.mark.parametrize("kind", ["mesage", "compaction_trigger"])
 def test_items_that_would_be_lost_are_refused(kind: str) -> None:
     with pytest.raises(RequestError) as caught:
         ask(input=[SAID, {"type": kind, "role": "user", "content": "y"}])
