@@ -124,6 +124,8 @@ class Feed:
                 made["engine"]["drafts"] = drafts["tokens"]
             if recall := stats.get("recall"):
                 made["engine"]["recall"] = recall
+            if met := _met(stats):
+                made["engine"]["met"] = met
         return made
 
     def _model(self) -> dict[str, Any]:
@@ -141,3 +143,16 @@ class Feed:
 
 def _event(name: str, data: Mapping[str, Any]) -> bytes:
     return f"event: {name}\ndata: {json.dumps(data, separators=(',', ':'))}\n\n".encode()
+
+
+def _met(stats: Mapping[str, Any]) -> dict[str, float]:
+    """What became of missed experts that did not cross PCIe when their layer asked; empty where all do.
+
+    `computed` and `divided`: by the CPU, in whole or in part, of decoding steps. `useful`, `wasted`: guesses.
+    """
+    cpu, guesses = stats.get("cpu_experts") or {}, stats.get("guesses") or {}
+    found: dict[str, float] = {key: cpu[key] for key in ("divided", "taken_back", "waited_s") if key in cpu}
+    if cpu:
+        found["computed"] = cpu["computed"] - (cpu.get("long") or {}).get("computed", 0)  # those are of prompts
+    # On a CPU guesses are counted, and bring nothing.
+    return found | {key: guesses[key] for key in ("useful", "wasted") if "on" in guesses}

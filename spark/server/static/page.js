@@ -9,8 +9,8 @@ import { at, count, make, number, percent, rate, say, sum } from "./text.js";
 const HISTORY_S = 120; // of the graphs, which begin with SHORTEST_S
 const SHORTEST_S = 30;
 const RATE_S = { written: 3, read: 10 }; // rates are means of that long; what was read is counted more coarsely
-const SHARES_S = 10; // of hits, drafts and blocks that are read
-const SHARES = ["hits", "drafts", "recall"];
+const SHARES_S = 10; // of hits, misses, drafts and blocks that are read
+const SHARES = ["hits", "met", "drafts", "recall"];
 const UNKNOWN = { written: null, read: null, ...Object.fromEntries(SHARES.map((kind) => [kind, null])) };
 const MISSED_S = 3;
 const STALE_MS = 4000; // so long after the last event nothing is known of now
@@ -94,6 +94,7 @@ function onSample(sample) {
   if (sample.up) {
     for (const kind of ["written", "read"]) rates[kind] = counters.rate(RATE_S[kind], (told) => told[kind]);
     rates.hits = share((told) => told.hits, (told) => told.hits + told.misses);
+    rates.met = share((told) => Math.min(told.met, told.misses), (told) => told.misses);
     rates.drafts = share((told) => told.accepted, (told) => told.drafted);
     rates.recall = share((told) => told.readBlocks, (told) => told.blocks);
   }
@@ -104,10 +105,11 @@ function onSample(sample) {
   showMemory(engine?.plan ?? {});
 }
 
-function totals({ tokens, hits, misses, misses_by_layer, drafts, recall }) {
+function totals({ tokens, hits, misses, misses_by_layer, met, drafts, recall }) {
   const { written, read } = tokens ?? { written: 0, read: 0 };
   const { blocks, read: readBlocks } = recall ?? { blocks: 0, read: 0 };
-  const counts = { written, read, hits: hits ?? 0, misses: misses ?? 0, blocks, readBlocks };
+  const elsewhere = (met?.computed ?? 0) + (met?.divided ?? 0) + (met?.useful ?? 0);
+  const counts = { written, read, hits: hits ?? 0, misses: misses ?? 0, met: elsewhere, blocks, readBlocks };
   return { ...counts, byLayer: misses_by_layer ?? [], ...draftsOf(drafts) };
 }
 
@@ -178,6 +180,7 @@ function showFigures(sample) {
   say("written-more", tokens ? `${number(tokens.written)} since the start` : "");
   say("read-more", tokens ? `${number(tokens.read)} computed, ${number(tokens.reused)} reused` : "");
   say("queue", engine ? `${number(engine.running ?? 0)} at work, ${number(engine.queued ?? 0)} waiting` : "");
+  showMet(engine?.met);
   showDrafts(draftsOf(engine?.drafts));
   showRecall(engine?.recall);
   showCache(engine?.kv_blocks);
@@ -205,6 +208,18 @@ function showCache(blocks) {
   meter.setAttribute("aria-valuetext", `Of ${count(total, "block")} ${parts.join(", ")}`);
   [held, spare].forEach((n, i) => { meter.children[i].style.width = percent(n, total, 2); });
   ["kv-held", "kv-spare", "kv-free"].forEach((id, i) => say(id, parts[i]));
+}
+
+// Misses that did not wait for the link when their layer asked: the CPU's, and those that were guessed.
+function showMet(met) {
+  at("met-figure").hidden = !met;
+  if (!met) return;
+  const { computed, divided, taken_back: back, waited_s: waited, useful, wasted } = met, parts = [];
+  if (computed !== undefined) {
+    parts.push(`${number(computed)} by the CPU, ${number(divided)} in part, ${number(back)} taken back, ${waited.toFixed(1)} s waited`);
+  }
+  if (useful !== undefined) parts.push(`${number(useful)} guessed, ${number(wasted)} in vain`);
+  say("met-more", `${parts.join("; ")} since the start`);
 }
 
 // What drafts gave is told when a step ends, what is written when it is sent: the share may be beyond 1 for a moment.
