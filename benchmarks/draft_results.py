@@ -95,12 +95,15 @@ def speeds(name: str, made: Json) -> list[str]:
     first = made["rows"][0]
     part = {"missed": "a share of experts missed", "drafter": f"drafts by {first.get('draft')}"}
     way = part.get(first["part"], "all experts resident") + (", sampled at 1.0" if made.get("temperature") else "")
+    way += ", which says how sure it is" if "telling" in first else ""
     way += f", {beyond:.0%} of tokens beyond its short head" if (beyond := first.get("beyond")) is not None else ""
     share = first.get("repeat", 0.0)
     neighbors = f"the same in {share:.0%}" if share else "independent"
     rows = []
     for r in made["rows"]:
         right = f"{r['first']:.0%}, 0.8 times with each" if "first" in r else f"{r['rate']:.0%}"
+        if "telling" in r:
+            right = f"{r['first']:.0%} of first ones: " + " or ".join(f"{chance:.0%}" for chance in r["telling"])
         depth = f"{r['residency_pct']:.0f}%, {r['miss_pct']:.0f}%" if "miss_pct" in r else f"{r['depth']:,}"
         line = [f"{r['of_line']:.3f}"] if "of_line" in r else []
         rows.append([
@@ -236,6 +239,9 @@ SECTIONS = {
     "draft_speed-sampled.json": speeds,
     "draft_speed-missed.json": speeds,
     "draft_speed-drafter.json": speeds,
+    "draft_speed-telling.json": speeds,
+    "draft_speed-mtp-telling.json": speeds,
+    "draft_speed-dense-telling.json": speeds,
     "draft_speed-laguna.json": speeds,
     "draft_speed-qwen36.json": speeds,
     "draft_speed-mtp.json": speeds,

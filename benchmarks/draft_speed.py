@@ -13,8 +13,9 @@ itself: those of neighbors are independent, or repeat by a share (docs/routing-m
 `rates`: each token of a draft is right with one chance, given that all before it are: copying 95%, novel 0 to 16%; what
 the source takes it for is learned. `missed`: the same at --residency percent, a share of experts missed. `drafter`:
 that of the file or the model's block runs as always, and its tokens are right as often as --first says, by a factor of
-0.8 less at each place behind. `sessions`: real lookup in recorded sessions, all turns in their order, and a draft's
-token is right where the session goes on with it; by what is written. `at-once`: replies that share steps.
+0.8 less at each place behind; with --telling as often in all, but 95% in some drafts and 30% in others, and where it is
+asked how sure it is it says which. `sessions`: real lookup in recorded sessions, all turns in their order, and a
+draft's token is right where the session goes on with it; by what is written. `at-once`: replies that share steps.
 """
 
 from __future__ import annotations
@@ -64,6 +65,7 @@ from spark.results import write_json  # noqa: E402
 COPYING, NOVEL = 0.95, (0.0, 0.08, 0.16)
 SURE, UNSURE, WORTH = 0.9, 0.15, 8.0  # what is taken for a rate at first, and so many outcomes' worth of it
 FALLS = 0.8  # of a drafter's chance, with each place
+TELLING = 0.95, 0.3  # chances of the tokens of drafts that a drafter is sure of, and of others
 EDITS = re.compile(r'\s*\{"name": "(Edit|Write|MultiEdit|NotebookEdit|apply_patch)"')
 NAME_TOKENS = 24  # behind the mark of a call, in which its name is
 SHARES = {"edit": 0.40, "call": 0.20, "text": 0.15, "reasoning": 0.25}  # of generated tokens, in public sessions
@@ -103,6 +105,26 @@ class Rated:
 
     def close(self) -> None:
         """As `Source.close`."""
+
+
+class Telling(Rated):
+    """Drafts some of which are nearly right and some hardly, and whose drafter knows which: `claims` of the last one.
+
+    first: how often their first tokens are right.
+    """
+
+    def __init__(self, told: Sequence[int], n_prompt: int, first: float, seed: int) -> None:
+        super().__init__(told, n_prompt, self._chance, first, seed)
+        self._sure_ones = (first - TELLING[1]) / (TELLING[0] - TELLING[1])
+        self.claims: tuple[float, ...] = ()
+
+    def tokens(self, at: int, n: int) -> tuple[int, ...]:
+        """As of `Rated`."""
+        self.claims = (TELLING[0 if self.rng.random() < self._sure_ones else 1],) * n
+        return super().tokens(at, n)
+
+    def _chance(self, place: int) -> float:
+        return self.claims[place]
 
 
 class OfSession:
@@ -168,7 +190,8 @@ class Imposing(Drafts):
             tokens = rated.tokens(len(reply.history) - rated.n_prompt, len(made.tokens))
             if made.drawn is not None:  # the step reads them there
                 self._steps.forward.device.write(made.drawn, np.array(tokens, np.int32))
-            return replace(made, tokens=tokens)
+            claims = rated.claims if isinstance(rated, Telling) and made.sure else made.sure
+            return replace(made, tokens=tokens, sure=claims)
 
         inner.draft = draft  # type: ignore[method-assign]
 
@@ -369,14 +392,18 @@ def drafter(o: argparse.Namespace, shape: Shape, prompts: Prompts) -> list[dict[
             depth = o.depths[0]
 
             def cases(told: list[list[int]], first: float = first, depth: int = depth) -> list[Case]:
-                follower = Rated(told[0], depth, falling(first * (1 - (o.beyond or 0.0))), first, seed=bench.n)
+                rate = first * (1 - (o.beyond or 0.0))
+                follower = Rated(told[0], depth, falling(rate), first, seed=bench.n)
+                if o.telling:
+                    follower = Telling(told[0], depth, rate, seed=bench.n)
                 nothing = Rated((), depth, constant(0.0), 0.0, seed=0)
                 return [Case(lambda memory: nothing, follower)]
 
             # The second has no drafter, so that it is known what a reply takes without.
             pairs = [bench.pair([prompts.next(depth)], o.generate, cases) for _ in range(2 + o.runs)][1:]
             name = o.draft if o.draft == "mtp" else Path(o.draft).name
-            rows.append(row_of(pairs, part="drafter", draft=name, first=first, depth=depth, beyond=o.beyond))
+            row = row_of(pairs, part="drafter", draft=name, first=first, depth=depth, beyond=o.beyond)
+            rows.append(row | ({"telling": TELLING} if o.telling else {}))
     return rows
 
 
@@ -535,6 +562,7 @@ def main() -> None:
         "--beyond", type=float, help="share of tokens that a block's short head has not, which are never right"
     )
     parser.add_argument("--first", type=parse_list, default=[0.74], help="chances of a drafter's first token")
+    parser.add_argument("--telling", action="store_true", help="a drafter is sure of some drafts, and knows which")
     parser.add_argument("--tokens", type=Path, nargs="+", default=[], metavar="TOKENS.parquet")
     parser.add_argument("--tokenizer", type=Path, default=ROOT / "data/nano/tokenizer.json", help="of these")
     parser.add_argument("--session-tokens", type=int, default=30000, help="generated in sessions, at least")

@@ -87,6 +87,9 @@ MEASUREMENTS = (
     Measurement("draft_speed-sampled", "draft_speed.py Q4_K_M.gguf --parts rates --runs 2 --temperature 1", 45),
     Measurement("draft_speed-drafter", "draft_speed.py Q4_K_M.gguf --parts drafter --draft dflash.gguf --runs 3", 45),
     Measurement(
+        "draft_speed-telling", "draft_speed.py Q4_K_M.gguf --parts drafter --draft dflash.gguf --telling --runs 3", 45
+    ),
+    Measurement(
         "draft_speed-sessions",
         "draft_speed.py Q4_K_M.gguf --parts sessions --tokens sessions.parquet sessions_other.parquet "
         "--session-tokens 12000", 120,
@@ -124,9 +127,15 @@ MEASUREMENTS = (
     Measurement(
         "draft_speed-dense-short", "draft_speed.py dense.gguf --parts drafter --draft mtp --beyond 0.01 --runs 4", 75
     ),
+    Measurement(
+        "draft_speed-dense-telling", "draft_speed.py dense.gguf --parts drafter --draft mtp --telling --runs 3", 60
+    ),
     Measurement("draft_phases-dense", "draft_phases.py dense.gguf --runs 2", 45),
     Measurement("given_tokens-dense", "given_tokens.py dense.gguf --depths 512 --tokens 1,2,4,8 --runs 20", 30),
     Measurement("draft_speed-mtp", "draft_speed.py qwen36.gguf --parts drafter --draft mtp --runs 3", 60),
+    Measurement(
+        "draft_speed-mtp-telling", "draft_speed.py qwen36.gguf --parts drafter --draft mtp --telling --runs 3", 60
+    ),
     Measurement("draft_phases-qwen36", "draft_phases.py qwen36.gguf --runs 2", 45),
     Measurement("draft_speed-qwen36", "draft_speed.py qwen36.gguf --parts rates --depths 512 --runs 2", 45),
     Measurement("decode-qwen36", "decode.py qwen36.gguf --depths 512,32768 --rates= --policies= --tokens 128", 60),
