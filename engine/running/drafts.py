@@ -122,15 +122,10 @@ class Drafts:
         if not any(counts):
             return self._nothing(replies)
         alone = sum(map(bool, counts)) == 1
-        sure = [one is not None and len(replies) == 1 and self._is_worth_knowing(*one) for one in chosen]
-        drafts = [
-            self._drafted(one[0], n, alone, wanted) if one and n else None
-            for one, n, wanted in zip(chosen, counts, sure, strict=True)
-        ]
-        draft, one = drafts[0], chosen[0]
-        if len(replies) == 1 and draft is not None and draft.sure and one is not None:
-            drafts = [draft.first(self._gate.cut(draft, one[2], self._fits))]
-        return drafts
+        one = chosen[0]
+        if len(replies) == 1 and one is not None:
+            return [self._cut(*one, counts[0])]
+        return [self._drafted(one[0], n, alone) if one and n else None for one, n in zip(chosen, counts, strict=True)]
 
     def _nothing(self, replies: Many[Reply]) -> list[Draft | None] | None:
         """No draft for anybody. Of most such steps nothing is told: they are short, and many."""
@@ -347,11 +342,13 @@ class Drafts:
         self._gate.left(drafting.record)
         self._rest = self._resting = min(2 * self._rest + 1, MOST_RESTING)
 
-    def _is_worth_knowing(self, source: Source, promise: Promise, record: Record) -> bool:
-        """Whether a device is to be waited for, so that a draft can be cut by how sure its source is."""
-        return promise.chances is None and self._gate.is_worth_knowing(promise.source, promise.grade, record)
+    def _cut(self, source: Source, promise: Promise, record: Record, n_tokens: int) -> Draft | None:
+        """A draft for a reply that is alone: what is left of so many tokens by how sure the source is of them."""
+        sure = promise.chances is None and self._gate.is_worth_knowing(promise.source, promise.grade, record)
+        draft = self._drafted(source, n_tokens, alone=True, sure=sure)
+        return draft.first(self._gate.cut(draft, record, self._fits)) if draft is not None and draft.sure else draft
 
-    def _drafted(self, source: Source, n_tokens: int, alone: bool, sure: bool) -> Draft | None:
+    def _drafted(self, source: Source, n_tokens: int, alone: bool, sure: bool = False) -> Draft | None:
         """The tokens; of one that computes them it is counted how long that takes.
 
         alone: no others are made now. sure: as of `Source.draft`.
