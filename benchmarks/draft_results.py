@@ -204,7 +204,7 @@ def trees(name: str, made: Json) -> list[str]:
     )  # fmt: skip
     rows, right = [], []
     for r in made["rows"]:
-        which = [r["tokens"].removesuffix(".parquet"), "sampled" if r["temperature"] else "greedy"]
+        which = [r["sessions"].removesuffix(".parquet"), "sampled" if r["temperature"] else "greedy"]
         cells = []
         for shape in ("chain", "tree"):
             of = [row for row in r["rows"] if row["shape"] == shape and "gate" not in row]

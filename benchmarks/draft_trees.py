@@ -273,7 +273,7 @@ def main() -> None:
         prompts = prompts_of(path, o.prompts, o.prompt_tokens)
         for temperature in (0.0, 1.0):
             some = written(o, prompts, Sampling(temperature=temperature, seed=7))
-            rows.append({"tokens": path.name, "temperature": temperature, "right": by_place(some)})
+            rows.append({"sessions": path.name, "temperature": temperature, "right": by_place(some)})
             rows[-1] |= compared(some, steps)
             note(f"{path.name}, temperature {temperature}: {rows[-1]}")
     settings = {k: getattr(o, k) for k in ("depth", "prompts", "prompt_tokens", "generate", "threads")}
