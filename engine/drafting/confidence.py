@@ -60,8 +60,19 @@ class Confidence:
             expected = chance_of(odds(known[group]) + self.slope * above)
             self._weight = FADE * self._weight + (1.0 - FADE) * _WEIGHT + expected * (1.0 - expected) * above * above
             self.slope = max(0.0, self.slope + ((place < n_stayed) - expected) * above / self._weight)
-            self._seen[group] = FADE * self._seen[group] + 1.0
-            self._means[group] += (sure[place] - self._means[group]) / self._seen[group]
+            self._count(sure[place], group, 1.0)
+
+    def expect(self, sure: Sequence[float], groups: Sequence[int], stay: Sequence[float], n_tried: int) -> None:
+        """Take in the tokens that are not tried, as `outcomes.Chances.expect`: they count in the mean."""
+        before = stay[n_tried - 1] if n_tried else 1.0
+        for place in range(n_tried, len(stay)):
+            self._count(sure[place], groups[place], before)
+            before = stay[place]
+
+    def _count(self, sure: float, group: int, weight: float) -> None:
+        self._seen[group] = (1.0 - (1.0 - FADE) * weight) * self._seen[group] + weight
+        if weight > 0.0:
+            self._means[group] += weight * (sure - self._means[group]) / self._seen[group]
 
     def _above(self, sure: float, group: int) -> float:
         return odds(sure) - odds(self._means[group]) if self._seen[group] else 0.0

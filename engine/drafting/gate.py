@@ -215,6 +215,9 @@ class Gate:
         n = self._judged(Promise(*kind, len(stay), tuple(stay)), record, len(stay), 0.0, least=1.0)
         if n == 0:
             self._save(-self._making_s.get(draft.source, 0.0), costs)
+        confidence.expect(draft.sure, GROUP_OF, stay, n)
+        for chances in (self._of_all(kind), record.chances.setdefault(kind, Chances())):
+            chances.expect(stay, n)
         for worth in (self._worth, record.worth):
             worth.setdefault(kind, Worth()).note(stay, n, costs.of(n) / costs.plain)
         self._news += 1

@@ -42,6 +42,20 @@ class Chances:
             self.stayed[group] = self.stayed[group] * _FADE + (position < n_stayed)
             self.seen[group] = self.seen[group] * _FADE + 1.0
 
+    def expect(self, stay: Sequence[float], n_tried: int) -> None:
+        """Take in the tokens of a draft that are not tried, as they are expected to fare.
+
+        stay: the chance of each to stay with all before it. Without them only those would count that a drafter is sure
+        of, and nobody would see that it is sure of nothing any more.
+        """
+        self.n_noted += 1
+        before = stay[n_tried - 1] if n_tried else 1.0
+        for position in range(n_tried, len(stay)):
+            group, left = group_of(position), 1.0 - (1.0 - _FADE) * before
+            self.stayed[group] = self.stayed[group] * left + stay[position]
+            self.seen[group] = self.seen[group] * left + before
+            before = stay[position]
+
     def fade(self, now: int) -> None:
         """Let what was seen count less, as time passes."""
         if now > self.at + 16:

@@ -166,6 +166,18 @@ def test_what_waits_goes_on_where_it_pays() -> None:
     assert sum(waits.waited) > 0.9 * len(waits.waited)
 
 
+def test_text_that_it_is_not_sure_of_any_more_costs_next_to_nothing() -> None:
+    """Nothing of that is tried, so nobody sees it fail; and it is drafted for again when that changes."""
+    turns = Drafting(telling, lambda claim: claim)
+    assert turns.reply(3000) > 1.3
+    turns.claims = lambda rng: rng.uniform(0.02, 0.2, N)
+    turns.reply(300)
+    assert turns.reply(6000) > 0.985
+    turns.claims = telling
+    turns.reply(2000)
+    assert turns.reply(3000) > 1.3
+
+
 def test_nothing_right_is_found_out_soon() -> None:
     never = Drafting(telling, lambda _: 0.0)
     assert never.reply(3000) > 0.985
