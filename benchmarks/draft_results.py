@@ -220,7 +220,7 @@ def trees(name: str, made: Json) -> list[str]:
         columns += [f"{shape}, fixed", f"{shape}, chosen", "tokens a step, of drafted"]
     columns += ["gate, by place", "gate, how sure"]
     return [
-        "## Drafts: trees, and how sure a drafter is", "", *origin(name, made), text, "", *table(columns, rows), "",
+        "## Drafts: trees, and how sure a drafter is", "", *origin(name, made), text, "", *table(columns, rows),
         "How often the likeliest choice of a place, one of two, and one of eight is right, whatever comes before:", "",
         *table(["sessions", "", *map(str, range(1, places + 1))], right),
     ]  # fmt: skip
