@@ -4,10 +4,9 @@ A step with some tokens of a reply's draft gives it one token and those of the d
 says, where it judges its drafts by itself; else it is expected from how drafts of the same source and grade fared
 lately, position by position: this reply's own, and as long as those are few all replies' (`Chances`). A drafter that
 says how sure it was of each token is asked for a draft first, and then as much of it is taken as goes furthest
-(`Gate.cut`, `Confidence`); whether to ask is known from what came of that. What a step takes
-is expected from steps with as many (`Costs`). The tokens
-taken are those with the largest sum of log(tokens / seconds) over the replies that share the step: for one it is its
-speed, and of several none is slowed for another's sake by more than the other gains.
+(`Gate.cut`, `Confidence`); whether to ask is known from what came of that. What a step takes is expected from steps
+with as many (`Costs`). The tokens taken are those with the largest sum of log(tokens / seconds) over the replies that
+share the step: for one it is its speed, and of several none is slowed for another's sake by more than the other gains.
 
 What has fared badly is tried again once in a while, for it may fare better now: such a trial is paid from TRIAL_SHARE
 of the time that replies decode, so it never costs more. Trials with a bounded loss are Cascade's (arXiv 2506.20675).
@@ -176,7 +175,7 @@ class Gate:
 
     def _decisions(self, promise: Promise, record: Record) -> Decisions:
         """Where those of a reply's kind are: its own, or of all replies that saw none of the kind."""
-        if promise[:2] in record.chances or promise[:2] in record.worth:
+        if promise[:2] in record.chances:
             return record.choices
         return self._made[key_of(1, record.sampled, record.followed)]
 
