@@ -66,9 +66,10 @@ class Chances:
 
 @dataclass(slots=True)
 class Worth:
-    """What drafts are worth that are made and then cut: how many there were, and of the steps with what was left:
+    """What drafts are worth that are made and then cut; sums that fade.
 
-    tokens, as expected, and time, in plain steps. at: expected tokens, had all been cut to 0, 1, ... tokens.
+    n: of them. tokens, time: of the steps with what was left, as expected, the time in plain steps. at: tokens of the
+    steps, had all of the drafts been cut to 0, 1, ... tokens.
     """
 
     n: float = 0.0
