@@ -137,12 +137,8 @@ def _tool(where: str, record: dict[str, Any]) -> dict[str, Any]:
 
 def _choice(value: Any, tools: _Tools) -> tuple[Any, _Tools]:
     """The choice, and the tools that it leaves."""
-    if value is None or value in ("auto", "none"):
-        return value or "auto", tools
-    if value == "required":
-        if not tools:
-            raise c.refusal("tool_choice", "a call is required, and there are no tools")
-        return value, tools
+    if (word := c.choice_by_word(value, tools)) is not None:
+        return word, tools
     if type(value) is dict and value.get("type") == "function":
         return c.chosen(_function_name("tool_choice.", value), tools, "tool_choice.function.name"), tools
     if type(value) is dict and value.get("type") == "allowed_tools":

@@ -143,12 +143,8 @@ _Choice: TypeAlias = tuple[Any, tuple[dict[str, Any], ...]]
 
 def choice(value: Any, tools: tuple[dict[str, Any], ...]) -> _Choice:
     """The choice that a request makes, and the tools that it leaves; raises RequestError that names the field."""
-    if value is None or value in ("auto", "none"):
-        return value or "auto", tools
-    if value == "required":
-        if not tools:
-            raise c.refusal("tool_choice", "a call is required, and there are no tools")
-        return value, tools
+    if (word := c.choice_by_word(value, tools)) is not None:
+        return word, tools
     kind = value.get("type") if type(value) is dict else None
     if type(kind) is str and kind in _PREFIXES:
         where = "tool_choice.name" if kind in ("function", "custom") else "tool_choice.type"

@@ -411,6 +411,17 @@ def unique_tools(tools: Sequence[dict[str, Any]]) -> tuple[dict[str, Any], ...]:
     return tuple({made["function"]["name"]: made for made in reversed(tools)}.values())[::-1]
 
 
+def choice_by_word(value: Any, tools: Sequence[Mapping[str, Any]]) -> str | None:
+    """The choice of calls that OpenAI's APIs have a word for, `auto` where there is none; None: it is no word."""
+    if value is None or value in ("auto", "none"):
+        return value or "auto"
+    if value != "required":
+        return None
+    if not tools:
+        raise refusal("tool_choice", "a call is required, and there are no tools")
+    return "required"
+
+
 def chosen(name: str, tools: Sequence[Mapping[str, Any]], where: str) -> tuple[Literal["name"], str]:
     """The choice of a tool by its name."""
     if name not in (made["function"]["name"] for made in tools):
