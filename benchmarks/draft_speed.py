@@ -13,9 +13,10 @@ itself: those of neighbors are independent, or repeat by a share (docs/routing-m
 `rates`: each token of a draft is right with one chance, given that all before it are: copying 95%, novel 0 to 16%; what
 the source takes it for is learned. `missed`: the same at --residency percent, a share of experts missed. `drafter`:
 that of the file or the model's block runs as always, and its tokens are right as often as --first says, by a factor of
-0.8 less at each place behind; with --telling as often in all, but 95% in some drafts and 30% in others, and where it is
-asked how sure it is it says which. `sessions`: real lookup in recorded sessions, all turns in their order, and a
-draft's token is right where the session goes on with it; by what is written. `at-once`: replies that share steps.
+0.8 less at each place behind. With --telling the first one is so in all, but 95% of the time in some drafts and 30% in
+others, and where it is asked how sure it is it says so. `sessions`: real lookup in recorded sessions, all turns in
+their order, and a draft's token is right where the session goes on with it; by what is written. `at-once`: replies that
+share steps.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ from spark.results import write_json  # noqa: E402
 COPYING, NOVEL = 0.95, (0.0, 0.08, 0.16)
 SURE, UNSURE, WORTH = 0.9, 0.15, 8.0  # what is taken for a rate at first, and so many outcomes' worth of it
 FALLS = 0.8  # of a drafter's chance, with each place
-TELLING = 0.95, 0.3  # chances of the tokens of drafts that a drafter is sure of, and of others
+TELLING = 0.95, 0.3  # chances of the first tokens of drafts that a drafter is sure of, and of others
 EDITS = re.compile(r'\s*\{"name": "(Edit|Write|MultiEdit|NotebookEdit|apply_patch)"')
 NAME_TOKENS = 24  # behind the mark of a call, in which its name is
 SHARES = {"edit": 0.40, "call": 0.20, "text": 0.15, "reasoning": 0.25}  # of generated tokens, in public sessions
@@ -108,7 +109,7 @@ class Rated:
 
 
 class Telling(Rated):
-    """Drafts some of which are nearly right and some hardly, and whose drafter knows which: `claims` of the last one.
+    """Drafts whose first token is right nearly always or seldom, and whose drafter knows: `claims` of the last one.
 
     first: how often their first tokens are right.
     """
@@ -120,7 +121,8 @@ class Telling(Rated):
 
     def tokens(self, at: int, n: int) -> tuple[int, ...]:
         """As of `Rated`."""
-        self.claims = (TELLING[0 if self.rng.random() < self._sure_ones else 1],) * n
+        chance = falling(TELLING[0 if self.rng.random() < self._sure_ones else 1])
+        self.claims = tuple(chance(place) for place in range(n))
         return super().tokens(at, n)
 
     def _chance(self, place: int) -> float:
