@@ -179,7 +179,8 @@ choose(const i32* sequence, const i32* positions, const i32* most, const i32* le
     __shared__ int4 room[GROUP * 64 > DIGITS / 4 ? GROUP * 64 : DIGITS / 4]; // of one of these, then the other
     u32(*const units)[256] = (u32(*)[256])room;
     i32* const counts = (i32*)room;
-    __shared__ u32 below[GROUP], digits[GROUP];
+    // Digits are loaded 16 bytes at a time, and nobody shall seem to read what lies beside them.
+    alignas(16) __shared__ u32 below[GROUP], digits[(GROUP + 3) / 4 * 4];
     __shared__ float inverse[GROUP];
     const i32 lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, n_threads = WARPS * WARP;
     const i32 head = blockIdx.x, n_head_kv = gridDim.x, t = blockIdx.y, s = sequence[t];
