@@ -83,7 +83,7 @@ DEVICE float softplus(float x) {
 }
 
 // A block of 32 activations, one a lane: the lane's q; d and the integer sum of the block in every lane.
-DEVICE i32 quantize(float x, float& d, i32& sum) {
+DEVICE i32 quantize_one(float x, float& d, i32& sum) {
     // Magnitudes order as their bits do, and what is not finite comes last.
     const u32 top = __reduce_max_sync(FULL_WARP, __float_as_uint(x) & 0x7fffffffu);
     const float amax = __uint_as_float(top);

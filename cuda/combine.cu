@@ -148,7 +148,7 @@ attention_combine(const float* partial_o, const float* partial_ml, const i32* po
         if (is_there)
             *(u32*)(q8 + (i64)t * width + element) = codes;
 #else
-        q8[(i64)t * width + element] = (i8)quantize(o.of[0], block_d, block_sum);
+        q8[(i64)t * width + element] = (i8)quantize_one(o.of[0], block_d, block_sum);
 #endif
         if (is_there && element % 32 == 0) {
             d[block] = block_d;

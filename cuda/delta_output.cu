@@ -49,7 +49,7 @@ KERNEL __launch_bounds__(THREADS)
             }
             float scale;
             i32 sum;
-            q[block * WARP + lane] = (i8)quantize(h[i], scale, sum);
+            q[block * WARP + lane] = (i8)quantize_one(h[i], scale, sum);
             if (lane == 0) {
                 d[block] = scale;
                 sums[block] = sum;

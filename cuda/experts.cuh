@@ -197,7 +197,7 @@ DEVICE void store_one(const Halves& made, const Z& to, i64 place, i32 row0) {
         return;
     float scale;
     i32 sum;
-    const i32 value = quantize(made.z(0, lane), scale, sum);
+    const i32 value = quantize_one(made.z(0, lane), scale, sum);
     const i64 at = place * to.F + row0;
     to.q[at + lane] = (i8)value;
     if (lane == 0) {

@@ -65,7 +65,7 @@ DEVICE void store_head(const float (&x)[PER_LANE], i64 row, u16* cache, u16* sca
             float d;
             i32 sum;
             if constexpr (type == KV_Q8_0) {
-                ((i8*)cache)[row * HEAD_DIM + i] = (i8)quantize(x[j], d, sum);
+                ((i8*)cache)[row * HEAD_DIM + i] = (i8)quantize_one(x[j], d, sum);
             } else {
                 const u32 q = quantize_nibble(x[j], d), above = __shfl_down_sync(FULL_WARP, q, 16);
                 if (i % WARP < 16)

@@ -75,6 +75,8 @@ def _inlined(name: str, folders: Sequence[Path], done: set[str], above: tuple[st
 class Nvrtc:
     """NVIDIA's run-time compiler, through its C interface. `version` is (major, minor)."""
 
+    options: tuple[str, ...] = OPTIONS
+
     def __init__(self, path: str) -> None:
         location = Path(path)
         for builtins in location.parent.glob("libnvrtc-builtins.so*"):  # not every wheel's library finds them
@@ -105,7 +107,7 @@ class Nvrtc:
         self._call("nvrtcCreateProgram", ctypes.byref(program), text.encode(), module.file.encode(), 0, None, None)
         try:
             target = self.target(arch)
-            options = [o.encode() for o in (*OPTIONS, f"--gpu-architecture={target}")]
+            options = [o.encode() for o in (*self.options, f"--gpu-architecture={target}")]
             failed = self._library.nvrtcCompileProgram(
                 program, len(options), (ctypes.c_char_p * len(options))(*options)
             )
