@@ -21,7 +21,8 @@ ROOT = Path(__file__).parents[1]
 NANO = ROOT / "data" / "nano" / "nano.gguf"
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]  # a wheel is built
 PIP = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
-BUILD = [*PIP, "wheel", "--quiet", "--no-deps", "--no-build-isolation", "--no-index"]
+# How well the library is optimized is no matter here, and takes a minute to compile.
+BUILD = [*PIP, "wheel", "--quiet", "--no-deps", "--no-build-isolation", "--no-index", "-C", "cmake.build-type=Debug"]
 
 ROUND_TRIP = """
 import sys
