@@ -29,6 +29,7 @@ SAVED_STEPS = 12.0  # plain ones, whose time may be saved up for trials at most
 PLAIN_EVERY = 100  # steps with drafts, after which one without is seen again
 KNOW_EVERY = 32  # drafts, of one of which it is asked how sure the source was, though that seems to be worth nothing
 GAIN = 1.05  # over plain decoding, that is expected at least where a draft is no trial
+KNOW_GAIN = 1.02  # over drafts of one length, that is expected where drafts are cut
 LOOKS = 8  # in vain, after each of which one token more is skipped before the next
 MOST_SKIPPED = 3
 _PRIOR = 8.0  # outcomes that what is known of a kind beforehand is worth
@@ -94,7 +95,7 @@ class Gate:
         self._saved_s = 0.0
         self._asked = 0  # whether it is worth knowing how sure a source is
         self._tokens = 0  # decoded by all
-        self._making_s: dict[str, float] = {}  # what it takes to make a draft, by source, where it takes anything
+        self._making_s: dict[tuple[str, bool], float] = {}  # to make a draft, by what `made` is given
         self._news = 0  # goes up when what was decided may be decided otherwise
         self._plain_steps, self._settled_steps = 0, _SETTLED_STEPS[0]
         self._may_hope = False  # what was seen to cost too much may be tried again
@@ -150,7 +151,7 @@ class Gate:
         promise, record = offers[0]
         if promise.chances is not None:
             self._lengths = tuple(n for n in range(1, MOST_TOKENS + 1) if fits(1 + n))
-            making_s = self._making_s.get(promise.source, 0.0)
+            making_s = self._making_of(promise.source)
             return [self._judged(promise, record, min(promise.n_tokens, most), making_s)]
         if self.decided(promise, record) is None:
             self._decisions(promise, record)[promise[:2]] = self._news, self._by_length(promise, record, fits)
@@ -168,7 +169,7 @@ class Gate:
         So next to nothing is done for a token where nothing is drafted.
         """
         if promise.chances is not None:
-            making_s = self._making_s.get(promise.source, 0.0)
+            making_s = self._making_of(promise.source)
             return self._judged(promise, record, promise.n_tokens, making_s) if self._lengths else None
         when, by_length = self._decisions(promise, record).get(promise[:2], _UNDECIDED)
         return by_length[promise.n_tokens] if when == self._news else None
@@ -213,7 +214,7 @@ class Gate:
             stay.append(all_before)
         n = self._judged(Promise(*kind, len(stay), tuple(stay)), record, len(stay), 0.0, least=1.0)
         if n == 0:
-            self._save(-self._making_s.get(draft.source, 0.0), costs)
+            self._save(-self._making_of(draft.source, sure=True), costs)
         confidence.expect(draft.sure, GROUP_OF, stay, n)
         for chances in (self._of_all(kind), record.chances.setdefault(kind, Chances())):
             chances.expect(stay, n)
@@ -225,11 +226,14 @@ class Gate:
     def is_worth_knowing(self, source: str, grade: int, record: Record) -> bool:
         """Whether it pays to wait for how sure a source is of a draft, so that it can be cut by that.
 
-        As long as nobody knows, and once in a while where it does not.
+        As long as nobody knows, but once without, so that it is known what that takes; and where no draft pays, as this
+        one is a trial then. Of others once in a while.
         """
+        if (source, False) not in self._making_s:
+            return False
         gains = self._cut_gains((source, grade), record)
         self._asked += 1
-        return gains is None or gains[0] >= GAIN * gains[1] or self._asked % KNOW_EVERY == 0
+        return gains is None or self._pays(gains) or gains[1] < GAIN or self._asked % KNOW_EVERY == 0
 
     def _cut_gains(self, kind: tuple[str, int], record: Record) -> tuple[float, float] | None:
         """Speed over that of plain decoding by drafts of a kind that are made and then cut, and by the best of others.
@@ -240,14 +244,19 @@ class Gate:
         if of_all is None or of_all.n < _FEW_MADE or not costs.is_known:
             return None
         worth = record.worth.get(kind, Worth()).plus(of_all, _OWN / of_all.n)  # all saw as much as so many of its own
-        making = worth.n * self._making_s.get(kind[0], 0.0) / costs.plain
-        others = (worth.at[n] / (making + worth.n * costs.of(n) / costs.plain) for n in self._lengths)
-        return worth.tokens / (making + worth.time), max(1.0, *others)
+        known, unknown = (worth.n * self._making_of(kind[0], sure) / costs.plain for sure in (True, False))
+        others = (worth.at[n] / (unknown + worth.n * costs.of(n) / costs.plain) for n in self._lengths)
+        return worth.tokens / (known + worth.time), max(1.0, *others)
+
+    @staticmethod
+    def _pays(gains: tuple[float, float]) -> bool:
+        """Whether drafts that are cut pay, and more than others."""
+        return gains[0] >= max(GAIN, KNOW_GAIN * gains[1])
 
     def _cut_gain(self, kind: tuple[str, int], record: Record) -> float | None:
         """The first of them, where drafts are judged by it."""
         gains = self._cut_gains(kind, record)
-        return None if gains is None or gains[0] < GAIN * gains[1] else gains[0]
+        return None if gains is None or not self._pays(gains) else gains[0]
 
     def _judged(self, promise: Promise, record: Record, most: int, making_s: float, least: float = GAIN) -> int:
         """How many tokens a reply that is alone gets of a draft whose source says what to expect.
@@ -354,13 +363,14 @@ class Gate:
         record.followed = False
         self._news += 1
 
-    def made(self, source: str, seconds: float) -> None:
-        """Take in what it took to make a draft."""
-        known, seconds = self._making_s.get(source), max(seconds, LEAST_S)
+    def made(self, source: str, seconds: float, sure: bool = False) -> None:
+        """Take in what it took to make a draft; sure: and to know how sure its source is of it."""
+        kind = source, sure
+        known, seconds = self._making_s.get(kind), max(seconds, LEAST_S)
         if known is None:  # what compiles, loads or touches memory first takes longer than it will
-            self._making_s[source] = min(seconds, self.costs(1).plain or seconds)
+            self._making_s[kind] = min(seconds, self.costs(1).plain or seconds)
         else:
-            self._making_s[source] = known * math.exp(COST_FADE * clipped(seconds / known))
+            self._making_s[kind] = known * math.exp(COST_FADE * clipped(seconds / known))
 
     def gain(self, offer: Offer, n_replies: int, fits: Callable[[int], bool], most: int) -> float:
         """Speed over that of plain decoding that is expected of a reply's draft, were the others without one."""
@@ -422,7 +432,12 @@ class Gate:
         self._saved_s = min(self._saved_s + seconds, max(self._saved_s, SAVED_STEPS * costs.plain))
 
     def _making(self, offers: Sequence[Offer | None]) -> float:
-        return sum(self._making_s.get(offer[0].source, 0.0) for offer in offers if offer is not None)
+        return sum(self._making_of(offer[0].source) for offer in offers if offer is not None)
+
+    def _making_of(self, source: str, sure: bool = False) -> float:
+        """What it takes to make a source's draft; sure: as of `made`. Until one of the kind was seen, the other's."""
+        of_other = self._making_s.get((source, not sure), 0.0)
+        return self._making_s.get((source, sure), of_other)
 
     def _of_all(self, kind: tuple[str, int]) -> Chances:
         chances = self._chances.setdefault(kind, Chances())

@@ -357,7 +357,7 @@ class Drafts:
         draft = source.draft(n_tokens, sure)
         if draft is not None and not isinstance(source, Lookup):
             taken_s = time.perf_counter() - began_s if draft.made_s is None else draft.made_s
-            self._gate.made(draft.source, taken_s)
+            self._gate.made(draft.source, taken_s, bool(draft.sure))
             self._making_s += taken_s
             if draft.drawn is not None and not alone:
                 self._steps.forward.device.synchronize()

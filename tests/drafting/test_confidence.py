@@ -112,7 +112,7 @@ class Drafting:
                 self.waited.append(is_known)
                 making_s = self.making_s + (self.wait_s if is_known else 0.0)
                 draft = Draft("sure", 0, (0,) * n, sure=tuple(claims[:n]) if is_known else ())
-                self.gate.made("sure", making_s)
+                self.gate.made("sure", making_s, is_known)
                 if is_known:
                     draft = draft.first(self.gate.cut(draft, self.record, fits))
             n = 0 if draft is None else len(draft.tokens)
@@ -154,7 +154,10 @@ def test_chances_that_mean_nothing_cost_next_to_nothing(right: float) -> None:
     noise.reply(3000)
     by_place.reply(3000)
     assert noise.reply(9000) > 0.97 * by_place.reply(9000)
-    assert sum(noise.waited) <= 0.15 * len(noise.waited) + 8
+    if right < 0.5:  # no draft pays, so each was a trial
+        assert len(noise.waited) <= 40
+    else:
+        assert sum(noise.waited) <= 0.15 * len(noise.waited) + 8
 
 
 def test_what_waits_goes_on_where_it_pays() -> None:
@@ -164,6 +167,17 @@ def test_what_waits_goes_on_where_it_pays() -> None:
     waits.reply(2000)
     assert waits.reply(6000) > 0.93 * free.reply(6000)
     assert sum(waits.waited) > 0.9 * len(waits.waited)
+
+
+def test_what_pays_only_where_it_is_known_how_sure_it_is_goes_on() -> None:
+    """Drafts of one length do not pay, so one that is made is a trial."""
+    waits, free, by_place = (Drafting(telling, lambda claim: claim) for _ in range(3))
+    waits.free, waits.wait_s, by_place.knows = False, 1e-4, False
+    for drafting in (waits, free, by_place):
+        drafting.making_s = 1e-3
+        drafting.reply(2000)
+    assert by_place.reply(6000) < 1.05
+    assert waits.reply(6000) > max(1.1, 0.95 * free.reply(6000))
 
 
 def test_text_that_it_is_not_sure_of_any_more_costs_next_to_nothing() -> None:
