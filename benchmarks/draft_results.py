@@ -103,7 +103,8 @@ def speeds(name: str, made: Json) -> list[str]:
     for r in made["rows"]:
         right = f"{r['first']:.0%}, 0.8 times with each" if "first" in r else f"{r['rate']:.0%}"
         if "telling" in r:
-            right = f"{r['first']:.0%} of first ones: " + " or ".join(f"{chance:.0%}" for chance in r["telling"])
+            chances = " or ".join(f"{chance:.0%}" for chance in r["telling"])
+            right = f"{r['first']:.0%} of first ones: {chances}, 0.8 times with each"
         depth = f"{r['residency_pct']:.0f}%, {r['miss_pct']:.0f}%" if "miss_pct" in r else f"{r['depth']:,}"
         line = [f"{r['of_line']:.3f}"] if "of_line" in r else []
         rows.append([
