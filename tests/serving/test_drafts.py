@@ -403,16 +403,33 @@ def test_a_drafter_that_is_of_no_use_is_left_alone(opened: Open, tmp_path: Path)
     assert drafts._resting == 0
 
 
+def short() -> list[Generate]:
+    """Requests of every kind that emulation has time for; the first is alone, ahead of the host, for a while."""
+    most = (14, 9, 9, 9)
+    return [replace(r, tokens=r.tokens[:20], max_tokens=n) for r, n in zip(asked(), most, strict=True)]
+
+
+@pytest.fixture(scope="module")
+def on_device() -> dict[str, dict[int, tuple[list, str | None]]]:
+    """What the short requests are told without drafts and with all experts on the device, by architecture."""
+    return {}
+
+
+def without_drafts(opened: Open, arch: str, known: dict) -> dict[int, tuple[list, str | None]]:
+    if arch not in known:
+        plain, known[arch] = opened("cuda", arch, draft="off", chunk_tokens=40), {}
+        for request in short():
+            plain.submit(request)
+            known[arch] |= said(drain(plain))
+    return known[arch]
+
+
 @pytest.mark.slow
 @pytest.mark.usefixtures("short_units")
-def test_a_drafter_on_a_device(opened: Open, tmp_path: Path) -> None:
-    plain = opened("cuda", draft="off", chunk_tokens=40)
-    requests = [replace(r, tokens=r.tokens[:30], max_tokens=min(r.max_tokens, 9)) for r in asked()]
-    expected: dict[int, tuple[list, str | None]] = {}
-    for request in requests:
-        plain.submit(request)
-        expected |= said(drain(plain))
-    engine = opened("cuda", draft=str(drafter_for(plain, tmp_path / "d.gguf")), chunk_tokens=40)
+def test_a_drafter_on_a_device(opened: Open, tmp_path: Path, on_device: dict) -> None:
+    requests, expected = short(), without_drafts(opened, "qwen3moe", on_device)
+    path = drafter_for(opened(draft="off"), tmp_path / "d.gguf")
+    engine = opened("cuda", draft=str(path), chunk_tokens=40)
     eager(engine)
     engine.submit(requests[0])
     events = drain(engine)
@@ -426,15 +443,10 @@ def test_a_drafter_on_a_device(opened: Open, tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.usefixtures("short_units")
 @pytest.mark.parametrize("arch", ["qwen3moe", pytest.param("qwen35moe", marks=pytest.mark.on_a_gpu)])
-def test_forced_drafts_on_a_device(opened: Open, arch: str) -> None:
-    """Alone, between steps that run ahead of the host, and in steps that are shared."""
-    options = {"policy": "lru", "residency_pct": 60, "chunk_tokens": 40}
-    plain, engine = opened("cuda", arch, draft="off", **options), opened("cuda", arch, **options)
-    requests = [replace(r, tokens=r.tokens[:30], max_tokens=min(r.max_tokens, 14)) for r in asked()]
-    expected: dict[int, tuple[list, str | None]] = {}
-    for request in requests:
-        plain.submit(request)
-        expected |= said(drain(plain))
+def test_forced_drafts_on_a_device(opened: Open, arch: str, on_device: dict) -> None:
+    """Alone, between steps that run ahead of the host, and in steps that are shared, with experts away."""
+    requests, expected = short(), without_drafts(opened, arch, on_device)
+    engine = opened("cuda", arch, policy="lru", residency_pct=60, chunk_tokens=40)
     force(engine, histories(requests, expected))
     engine.submit(requests[0])
     events = drain(engine)
