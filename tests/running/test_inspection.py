@@ -403,16 +403,10 @@ def run(count: int, seed: int) -> tuple[int, float, int]:
 
 
 @pytest.mark.slow
-def test_some_mutated_headers_load_as_their_inspection_says() -> None:
-    accepted, slowest, used = run(200, 1)
-    assert 10 < accepted < 150 and slowest < 2 and used < 300
-
-
-@pytest.mark.slow
 @pytest.mark.timeout(1000)
 def test_thousands_of_mutated_headers_load_as_their_inspection_says() -> None:
-    accepted, slowest, used = run(4000, 2)
-    assert 200 < accepted < 2400 and slowest < 2 and used < 300
+    accepted, slowest, used = run(2000, 2)
+    assert 100 < accepted < 1200 and slowest < 2 and used < 300
 
 
 if __name__ == "__main__":
