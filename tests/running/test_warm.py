@@ -49,7 +49,7 @@ def trace(engine: Engine) -> list[Any]:
 def said(engine: Engine) -> list[Any]:
     """The events of two requests, their times apart."""
     for i, sampling in enumerate((Sampling(), Sampling(0.9, seed=3))):
-        engine.submit(Generate(i, tuple(PROMPT[: 20 + i].tolist()), 6, sampling, stop_tokens=()))
+        engine.submit(Generate(i, tuple(PROMPT[: 9 + i].tolist()), 4, sampling, stop_tokens=()))
     tokens: dict[int, list[int]] = {0: [], 1: []}
     while engine.busy:
         for event in engine.step():
@@ -77,18 +77,18 @@ def test_a_warm_start_is_a_cold_one(model: Path, backend: str, caplog: pytest.Lo
 @pytest.mark.slow
 def test_a_pool_begins_with_steps_of_both_kinds(model: Path) -> None:
     """Those for which nothing is away, and those that something is staged for: neither is captured in a reply."""
-    engine = Engine(config(model, ctx_tokens=600, kv_pool="448", parallel=1, draft="off"))
+    engine = Engine(config(model, ctx_tokens=512, kv_pool="448", parallel=1, draft="off"))
     try:
         assert engine.loaded.kv.is_pooled and warm.warm_up(engine.loaded) > 0 and not engine.loaded.kv.stages
         graphs = engine.loaded.steps.graphs
         assert graphs is not None
         captured = {*graphs._captured}
-        tokens = tuple(np.resize(PROMPT, 500).tolist())
-        for i, n in enumerate((30, 500)):
+        tokens = tuple(np.resize(PROMPT, 460).tolist())
+        for i, n in enumerate((30, 460)):
             engine.submit(Generate(i, tokens[:n], 6, Sampling(), stop_tokens=()))
             while engine.busy:
                 engine.step()
-            assert engine.loaded.kv.stages == (n == 500)
+            assert engine.loaded.kv.stages == (n == 460)
         assert {*graphs._captured} == captured and {kind for _, kind in captured} == {False, True}
     finally:
         engine.close()
