@@ -212,7 +212,10 @@ def test_own_continuations_are_counted_too(files: Path, tmp_path: Path) -> None:
     longer = run(files, tmp_path / "b.csv", max_tokens=3 * WINDOW, generate_tokens=7)
     n_windows = (longer.counted_tokens - plain.counted_tokens) / 6  # the last of seven is never fed back
     assert n_windows == int(n_windows) >= 2
-    again = run(files, tmp_path / "c.csv", max_tokens=3 * WINDOW, generate_tokens=7)
+    options = calibrate.CalibrateOptions(
+        files / "train.parquet", tmp_path / "c.csv", max_tokens=3 * WINDOW, generate_tokens=7
+    )
+    again = calibrate.calibrate(CONFIG, options, DEADLINES, quiet)  # by a daemon that has done nothing before
     assert again.counted_tokens == longer.counted_tokens
     assert same_counts(tmp_path / "b.csv", tmp_path / "c.csv")
 
