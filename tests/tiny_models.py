@@ -30,7 +30,7 @@ from tests.family_qwen3moe import float_logits
 from tests.gguf_files import random_blocks, write_gguf
 
 __all__ = [
-    "ALL_F32", "BLOCK_TYPES", "MODELS", "everything", "float_logits", "k_quant_mix", "nmse", "random_path",
+    "ALL_F32", "BLOCK_TYPES", "MODELS", "SMALL", "everything", "float_logits", "k_quant_mix", "nmse", "random_path",
     "read_weights", "tiny", "tiny_path", "transformers_choices", "transformers_logits", "write_tiny",
 ]  # fmt: skip
 
@@ -134,27 +134,51 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 }  # fmt: skip
 
 
+# Every kind of layer of `MODELS`, and no more of it than quantizing, oracles and emulation have time for.
+_LAGUNA = {"n_layer": 3, "n_head": (20, 12, 12), "windowed": (False, True, True), "n_expert_used": 2, "n_ff": 768}
+SMALL: dict[str, dict[str, Any]] = {
+    "laguna": _LAGUNA,
+    "gemma4": {
+        "n_layer": 4, "n_head_kv": (3, 1, 3, 1), "windowed": (True, False) * 2, "n_ff": (768,) * 4, "n_expert_used": 2,
+    },
+    "qwen35": {"n_layer": 3, "n_ff": 512},
+    "qwen35moe": {"n_layer": 3, "n_expert_used": 2, "n_ff_shared": 256},
+    "qwen3moe": {"n_layer": 2, "n_expert_used": 3},
+    "laguna-elements": _LAGUNA | {"windowed": (False,) * 3},  # the first two dense
+    "gemma4-ragged": {"n_expert": 7, "n_expert_used": 2},
+    "gemma4-dense": {"n_layer": 4, "n_head_kv": (3,) * 4, "windowed": (True, False) * 2, "n_ff": (768,) * 4},
+}  # fmt: skip
+
+
 _folder = tempfile.TemporaryDirectory()  # until the tests end
 
 
 @functools.cache
-def tiny_path(name: str, types: Any = k_quant_mix) -> Path:
-    """A model of `MODELS`, or NAME-fused: one with all that can be fused; written once for all tests."""
+def tiny_path(name: str, types: Any = k_quant_mix, small: bool = False) -> Path:
+    """A model of `MODELS`, or NAME-fused: one with all that can be fused; written once for all tests.
+
+    small: with the fields of `SMALL`.
+    """
     arch, variant = MODELS[name.removesuffix("-fused")]
+    variant = variant | SMALL[name.removesuffix("-fused")] if small else variant
     fused = (QKV, GATE_UP) if name.endswith("-fused") else None
     path = Path(tempfile.mkdtemp(dir=_folder.name)) / f"{name}.gguf"
     return write_tiny(path, types, arch=models.find(arch), variant=variant, fused=fused)
 
 
 @functools.cache
-def random_path(name: str, qtypes: tuple[QType, ...]) -> Path:
-    """A model of `MODELS` whose matrices have random blocks, of each of these types in turn; written once."""
+def random_path(name: str, qtypes: tuple[QType, ...], steady: tuple[str, ...] = (), **changes: Any) -> Path:
+    """A model of `MODELS` whose matrices have random blocks, of each of these types in turn; written once.
+
+    steady: matrices that have the same types in every layer, these in turn. changes: fields of its configuration.
+    """
     arch, variant = MODELS[name]
     rng = np.random.default_rng(3)
-    config, tensors = models.find(arch).tiny(rng, **variant)
+    config, tensors = models.find(arch).tiny(rng, **variant | changes)
     matrices = [t for t in tensors if not is_float(t)]
     for i, t in enumerate(matrices):
-        qtype, shape = qtypes[i % len(qtypes)], tensors[t].shape
+        turn = next((at for at, part in enumerate(steady) if f".{part}." in t), i)
+        qtype, shape = qtypes[turn % len(qtypes)], tensors[t].shape
         data = random_blocks(qtype, math.prod(shape[:-1]), shape[-1], rng).reshape(-1)
         tensors[t] = QTensor(t, qtype, shape, data)
     path = Path(tempfile.mkdtemp(dir=_folder.name)) / f"{name}.gguf"

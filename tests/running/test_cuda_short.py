@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from engine import models
 from engine.memory import prefix_tree
 from engine.memory.blocks import Sequence
 from engine.ops.cuda import flash, ops, short
@@ -17,33 +15,17 @@ from engine.running import loaded as loaded_model
 from engine.running.loaded import Loaded, load
 from engine.running.stepping import Span, short_rows
 from tests.engine_runs import config
-from tests.models.test_cuda_families import VARIANTS
-from tests.tiny_models import k_quant_mix, write_tiny
+from tests.tiny_models import SMALL, tiny_path
 
 CHUNK, SHORT = 64, 40
-TOKENS = np.random.default_rng(21).integers(0, 301, 4 * CHUNK).astype(np.int32)
+TOKENS = np.random.default_rng(21).integers(0, 301, 3 * CHUNK).astype(np.int32)
 RESTS = (1, 31, 33, 40, 41, 63)
-SMALLER = VARIANTS | {"qwen3moe": {"n_layer": 2, "n_expert_used": 3}}
 Open = Callable[..., Loaded]
 pytestmark = [pytest.mark.usefixtures("on_the_device"), pytest.mark.timeout(600)]
 
 
-@pytest.fixture(scope="module")
-def written(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """Models, each written once."""
-    folder = tmp_path_factory.mktemp("models")
-
-    def write(arch: str) -> Path:
-        path = folder / f"{arch}.gguf"
-        if not path.exists():
-            write_tiny(path, k_quant_mix, arch=models.find(arch), variant=SMALLER[arch])
-        return path
-
-    return write
-
-
 @pytest.fixture
-def opened(written: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> Iterator[Open]:
+def opened(monkeypatch: pytest.MonkeyPatch) -> Iterator[Open]:
     """Models with short pieces and few short rows, closed at the end."""
     for module in (flash, loaded_model):
         monkeypatch.setattr(module, "PIECE_TOKENS", CHUNK)
@@ -52,7 +34,7 @@ def opened(written: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> I
 
     def open_model(arch: str = "qwen3moe", **options: Any) -> Loaded:
         given = {"ctx_tokens": 600, "chunk_tokens": 4 * CHUNK, "cpu_experts": "auto"} | options
-        every.append(load(config(written(arch), **given)))
+        every.append(load(config(tiny_path(arch, small=True), **given)))
         return every[-1]
 
     yield open_model
@@ -98,7 +80,7 @@ def test_a_prompt_has_its_bits_in_any_cut_and_after_any_prefix(opened: Open, res
     # After what a longer prompt, all of whose rows there are long, and a shorter one have left.
     begin = loaded.prefixes.last_begin(n)
     assert begin == (2 * CHUNK if rest > 32 else CHUNK)
-    for before in (4 * CHUNK, begin + CHUNK // 2):
+    for before in (3 * CHUNK, begin + CHUNK // 2):
         alone(loaded, before)
         end = min(before // CHUNK * CHUNK, begin)
         assert np.array_equal(read(loaded, TOKENS[:n], (n - end,), end), expected), before
@@ -149,7 +131,7 @@ def test_short_rows_have_other_bits_than_long_ones_and_a_whole_step_of_them_no_l
 
     monkeypatch.setattr(short.ShortExperts, "__call__", noted)
     found = {n: alone(loaded, n) for n in (SHORT, SHORT + 1)}
-    assert seen == [(SHORT, False)] * SMALLER["qwen3moe"]["n_layer"]  # the other has none
+    assert seen == [(SHORT, False)] * SMALL["qwen3moe"]["n_layer"]  # the other has none
     monkeypatch.setattr(prefix_tree, "SHORT_ROWS", 0)
     for n, logits in found.items():
         assert np.array_equal(alone(loaded, n), logits) == (n > SHORT)
