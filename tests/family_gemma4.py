@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
+from functools import cache
 from typing import Any
 
 import gguf
 import numpy as np
 
 Tensors = dict[str, np.ndarray]
+names_of = cache(gguf.get_tensor_name_map)  # which every parameter asks for
 
 
 def build(config: Any) -> Any:
@@ -52,5 +54,5 @@ def parameter(config: Any, weights: Tensors, name: str) -> np.ndarray:
     for ending, tensor in special.items():
         if name.endswith(ending):
             return weights[p + tensor]
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.GEMMA4, config.n_layer)
+    names = names_of(gguf.MODEL_ARCH.GEMMA4, config.n_layer)
     return weights[names.get_name(name.removesuffix(".weight")) + ".weight"]

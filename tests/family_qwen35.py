@@ -7,6 +7,7 @@ convolution, and puts value heads in an order in which head h uses the key head 
 from __future__ import annotations
 
 import re
+from functools import cache
 from typing import Any
 
 import gguf
@@ -15,6 +16,7 @@ import numpy as np
 from tests.rope_parameters import rope_parameters
 
 Tensors = dict[str, np.ndarray]
+names_of = cache(gguf.get_tensor_name_map)  # which every parameter asks for
 
 
 def build(config: Any) -> Any:
@@ -55,7 +57,7 @@ def parameter(config: Any, weights: Tensors, name: str) -> np.ndarray:
         return np.concatenate([weights[p + "ffn_gate_exps.weight"], weights[p + "ffn_up_exps.weight"]], axis=1)
     if name.endswith("experts.down_proj"):
         return weights[p + "ffn_down_exps.weight"]
-    base = gguf.get_tensor_name_map(arch, config.n_layer).get_name(
+    base = names_of(arch, config.n_layer).get_name(
         name.removesuffix(".weight").replace("dt_bias", "dt_proj")
     )
     value = weights[base + {"A_log": "", "dt_bias": ".bias"}.get(leaf, ".weight")]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import cache
 from typing import Any
 
 import gguf
@@ -11,6 +12,7 @@ import numpy as np
 from tests.rope_parameters import rope_parameters
 
 Tensors = dict[str, np.ndarray]
+names_of = cache(gguf.get_tensor_name_map)  # which every parameter asks for
 
 
 def build(config: Any) -> Any:
@@ -31,7 +33,7 @@ def build(config: Any) -> Any:
 
 def parameter(config: Any, weights: Tensors, name: str) -> np.ndarray:
     """The value of a `transformers` parameter, taken from the GGUF names of the published converter."""
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN3MOE, config.n_layer)
+    names = names_of(gguf.MODEL_ARCH.QWEN3MOE, config.n_layer)
     layer = re.search(r"\.layers\.(\d+)\.", name)
     p = f"blk.{layer[1]}." if layer else ""
     if name.endswith("experts.gate_up_proj"):
