@@ -121,8 +121,8 @@ def finished(loaded: Loaded, replies: list[Reply]) -> list[list[int]]:
 
 KINDS = [
     (9, 7, GREEDY, True, 2),
-    (60, 12, SAMPLED, False, None),
-    (20, 9, SAMPLED, True, None),
+    (60, 8, SAMPLED, False, None),  # into another block
+    (20, 7, SAMPLED, True, None),
     (7, 5, GREEDY, False, 1),
 ]
 
@@ -152,23 +152,23 @@ def test_tokens_and_likelihoods_are_those_of_each_alone(loaded: Loaded, which: l
 @pytest.mark.slow
 def test_the_end_of_a_form_ends_its_reply_alone(loaded: Loaded) -> None:
     expected = stepwise(loaded, reply(loaded, 9, 50, form=turns(loaded, 6)))
-    free = stepwise(loaded, reply(loaded, 12, 20, SAMPLED))
+    free = stepwise(loaded, reply(loaded, 12, 10, SAMPLED))
     assert len(expected) == 6
     for limit in (50, 6):
-        replies = [reply(loaded, 9, limit, form=turns(loaded, 6)), reply(loaded, 12, 20, SAMPLED)]
+        replies = [reply(loaded, 9, limit, form=turns(loaded, 6)), reply(loaded, 12, 10, SAMPLED)]
         assert finished(loaded, replies) == [expected, free]
         assert [r.reason for r in replies] == ["stop", "length"]
         release(replies)
-    replies = [reply(loaded, 9, 50, form=turns(loaded), stop=(expected[4],)), reply(loaded, 12, 20, SAMPLED)]
+    replies = [reply(loaded, 9, 50, form=turns(loaded), stop=(expected[4],)), reply(loaded, 12, 10, SAMPLED)]
     assert finished(loaded, replies) == [expected[: expected.index(expected[4])], free]
     assert replies[0].reason == "stop"
 
 
 @pytest.mark.slow
 def test_a_failure_of_a_form_is_its_replys(loaded: Loaded) -> None:
-    free = stepwise(loaded, reply(loaded, 12, 20))
+    free = stepwise(loaded, reply(loaded, 12, 10))
     form = FormHere(Turns(loaded.source.config.n_vocab, fails=3))
-    replies = [reply(loaded, 9, 50, form=form), reply(loaded, 12, 20)]
+    replies = [reply(loaded, 9, 50, form=form), reply(loaded, 12, 10)]
     failures = loaded.decoder.together(replies, FOREVER)
     assert isinstance(failures[0], RequestError) and failures[1] is None
     assert stepwise(loaded, replies[1]) == free
@@ -176,8 +176,8 @@ def test_a_failure_of_a_form_is_its_replys(loaded: Loaded) -> None:
 
 @pytest.mark.slow
 def test_where_blocks_run_out_it_ends_between_steps(loaded: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
-    expected = stepwise(loaded, reply(loaded, 39, 40, form=turns(loaded)))
-    replies = [reply(loaded, 39, 40, form=turns(loaded)), reply(loaded, 12, 40)]
+    expected = stepwise(loaded, reply(loaded, 39, 30, form=turns(loaded)))
+    replies = [reply(loaded, 39, 30, form=turns(loaded)), reply(loaded, 12, 30)]
     reserve, asked = Sequence.reserve, list[int]()
 
     def scarce(sequence: Sequence, n: int) -> None:
@@ -189,15 +189,15 @@ def test_where_blocks_run_out_it_ends_between_steps(loaded: Loaded, monkeypatch:
     monkeypatch.setattr(Sequence, "reserve", scarce)
     assert isinstance(loaded.drawer, DeviceDrawer)
     assert Masked(loaded.steps, loaded.drawer, replies).run(FOREVER) == [None, None]
-    assert all(0 < r.made < 40 for r in replies)
+    assert all(0 < r.made < 30 for r in replies)
     monkeypatch.undo()
     assert finished(loaded, replies)[0] == expected
 
 
 @pytest.mark.slow
 def test_it_ends_in_time_with_the_last_token_drawn_and_not_fed(loaded: Loaded) -> None:
-    expected = stepwise(loaded, reply(loaded, 9, 30, form=turns(loaded)))
-    one = reply(loaded, 9, 30, form=turns(loaded))
+    expected = stepwise(loaded, reply(loaded, 9, 12, form=turns(loaded)))
+    one = reply(loaded, 9, 12, form=turns(loaded))
     while one.settled(0):
         assert loaded.decoder.together([one], 0.0) == [None]
         assert one.sequence is not None and one.sequence.length == len(one.history) - 1
