@@ -24,7 +24,7 @@ PENALIZED = Sampling(frequency_penalty=-0.8, presence_penalty=-1.9)  # rewards: 
 SAMPLED = Sampling(0.9, repetition_penalty=1.2, seed=7, frequency_penalty=-0.3, presence_penalty=1.5)
 REQUESTS = [
     Generate(i, tuple(PROMPT[:n].tolist()), made, sampling, ())
-    for i, (n, made, sampling) in enumerate([(36, 12, PENALIZED), (9, 15, SAMPLED), (21, 9, Sampling())], start=1)
+    for i, (n, made, sampling) in enumerate([(36, 8, PENALIZED), (9, 10, SAMPLED), (21, 6, Sampling())], start=1)
 ]
 Open = Callable[..., Engine]
 
@@ -190,7 +190,7 @@ def test_log_probabilities_are_the_twins_and_change_no_token(opened: Open) -> No
     for request in asking:
         engine.submit(request)
         assert described(drain(engine), request.id) == expected[request.id]
-    engine.submit(replace(REQUESTS[0], id=9, max_tokens=20))  # who does not ask is told nothing
+    engine.submit(replace(REQUESTS[0], id=9, max_tokens=12))  # who does not ask is told nothing
     for request in asking:
         engine.submit(request)
     events = drain(engine)
@@ -205,7 +205,7 @@ def test_a_stop_token_is_not_described(opened: Open) -> None:
     request = replace(REQUESTS[0], sampling=Sampling(), logprobs=1)
     engine.submit(request)
     whole = described(drain(engine), 1)
-    stop = whole[6][0]
+    stop = whole[5][0]
     for grammar in (None, "{}"):
         engine.loaded.forms.open = lambda text, stop: FormHere(Anything())  # type: ignore[assignment,return-value]
         engine.submit(replace(request, stop_tokens=(stop,), grammar=grammar))
