@@ -155,6 +155,7 @@ def test_an_end_that_no_task_is_to_blame_for_blames_none() -> None:
         assert schedule.lose(f"w{round_}", "its result was lost", blame=False) == []
 
 
+@pytest.mark.slow
 @settings(max_examples=900)
 @given(
     costs=st.integers(0, 30).flatmap(lambda n: st.binary(min_size=n, max_size=n)),

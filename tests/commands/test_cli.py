@@ -201,6 +201,7 @@ def on_terminal(command: list[str], columns: int, cwd: Path) -> str:
     return b"".join(parts).decode()
 
 
+@pytest.mark.slow
 def test_progress_on_a_terminal_has_a_bar_a_rate_and_the_time_left(made: Path, tmp_path: Path) -> None:
     command = [*SPARK, "tokenize", str(NANO), str(made / "train.jsonl"), "--out", "t.parquet"]
     text = on_terminal(command, 80, tmp_path)
@@ -231,6 +232,7 @@ def test_tables_fold_on_a_terminal_and_not_in_a_pipe(tmp_path: Path) -> None:
     assert row.endswith("/[/b]profile.csv     1.25") and second.endswith("  12")
 
 
+@pytest.mark.slow
 def test_any_name_survives_an_ascii_terminal(made: Path, tmp_path: Path) -> None:
     env = environment(PYTHONIOENCODING="ascii", LC_ALL="C", FORCE_COLOR="1")
     done = spark("tokenize", NANO, made / "test.jsonl", "--out", "[b] é.parquet", cwd=tmp_path, env=env)
@@ -239,6 +241,7 @@ def test_any_name_survives_an_ascii_terminal(made: Path, tmp_path: Path) -> None
     assert "\\xe9" in refused("tokenize", "é.gguf", "--export-tokenizer", "t", cwd=tmp_path, env=env)
 
 
+@pytest.mark.slow
 def test_a_reader_that_leaves_is_no_error(made: Path, tmp_path: Path) -> None:
     command = [*SPARK, "tokenize", NANO, made / "test.jsonl", "--out", "t.parquet", "--json", "t.json"]
     with subprocess.Popen(
@@ -529,6 +532,7 @@ def on_disk(mount: str, command: list, cwd: Path, tmp: str = "/tmp") -> tuple[in
     return done.returncode, done.stderr, (cwd / "left").read_text().split()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -549,6 +553,7 @@ def test_a_full_disk_is_explained(made: Path, tmp_path: Path, arguments: list) -
     assert not [name for name in left if name != "trace"]
 
 
+@pytest.mark.slow
 def test_a_full_disk_under_a_calibration_names_what_it_wrote_unasked(made: Path, tmp_path: Path) -> None:
     (tmp_path / "test.parquet").symlink_to(made / "test.parquet")
     command = ["calibrate", NANO, "test.parquet", "--out", "disk/p.csv", "--max-tokens", "1500"]
@@ -562,6 +567,7 @@ def test_a_full_disk_under_a_calibration_names_what_it_wrote_unasked(made: Path,
     spark(*command, "--resume", cwd=tmp_path)  # though nothing was counted
 
 
+@pytest.mark.slow
 def test_a_full_temporary_folder_is_explained(made: Path, tmp_path: Path) -> None:
     (tmp_path / "test.jsonl").symlink_to(made / "test.jsonl")
     command = ["calibrate", NANO, "test.jsonl", "--out", "p.csv"]

@@ -135,6 +135,7 @@ def cut_short(name: str, data: Path, folder: Path, number: signal.Signals) -> tu
     return process.returncode, stderr, seen
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_ctrl_c(data: Path, tmp_path: Path, name: str) -> None:
     status, stderr, daemons = cut_short(name, data, tmp_path, signal.SIGINT)
@@ -159,6 +160,7 @@ def test_sigterm(data: Path, tmp_path: Path, name: str) -> None:
     assert {path.name for path in (tmp_path / "out").iterdir()} == CASES[name].left and not hidden_files(tmp_path)
 
 
+@pytest.mark.slow
 def test_a_server_ends_by_sighup_as_by_sigterm(data: Path, tmp_path: Path) -> None:
     status, stderr, daemons = cut_short("serve", data, tmp_path, signal.SIGHUP)
     assert status == 0 and "Traceback" not in stderr

@@ -85,6 +85,7 @@ def test_a_bug_is_one_line_and_a_file_to_report(tmp_path: Path) -> None:
     assert re.match(r"spark \d.*Python 3.*\nTraceback", report.read_text()) and "not\nthis" in report.read_text()
 
 
+@pytest.mark.slow
 def test_too_little_memory_is_no_bug(tmp_path: Path) -> None:
     for error, words in (
         ("raise MemoryError", "error: there is not enough memory\n"),
@@ -109,12 +110,14 @@ def unread(*arguments: str | Path, cwd: Path, both: bool = False) -> tuple[int, 
         return process.wait(150), "" if both else process.stderr.read()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arguments", [["--help"], ["inspect", NANO], ["inspect", NANO, "--json", "-"]])
 def test_of_output_that_nobody_reads_the_status_tells(arguments: list[str | Path], tmp_path: Path) -> None:
     assert unread(*arguments, cwd=tmp_path) == (141, "")
     assert unread(*arguments, cwd=tmp_path, both=True) == (141, "")
 
 
+@pytest.mark.slow
 def test_an_error_that_nobody_reads_is_no_traceback(tmp_path: Path) -> None:
     status, said = unread("inspect", "none.gguf", cwd=tmp_path)
     assert status == 1 and said.startswith("error: ")  # stdout was not needed
@@ -129,6 +132,7 @@ def test_a_pipe_of_another_kind_that_breaks_is_explained(tmp_path: Path) -> None
     assert (done.returncode, done.stderr) == (1, "error: Broken pipe\n")
 
 
+@pytest.mark.slow
 def test_what_was_measured_is_shown_where_its_file_cannot_be_written(tmp_path: Path) -> None:
     code = "import errno\nfrom spark import results\ndef f(*_): raise OSError(errno.ENOSPC, 'No space')\n"
     command = [sys.executable, "-c", code + "results.write_json = f\nfrom spark.cli import main; main()"]

@@ -51,6 +51,7 @@ def test_a_model_without_kernels_is_told_before_anything_else(tmp_path: Path) ->
     assert planned.splitlines() == errors
 
 
+@pytest.mark.slow
 def test_a_model_without_experts_has_no_slots(tmp_path: Path) -> None:
     (path,) = published_headers.write(tmp_path, "Qwen3.6-27B-Q4_K_M")
     for command in ("inspect", "plan"):
@@ -109,6 +110,7 @@ def test_templates(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
 
 
+@pytest.mark.slow
 def test_ctrl_c(tmp_path: Path) -> None:
     (path,) = published_headers.write(tmp_path, "Gemma-4-26B-A4B-Q8_0")
     (tmp_path / "tmp").mkdir()

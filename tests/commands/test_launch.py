@@ -92,6 +92,7 @@ def test_claude_is_told_where_the_model_is(folder: Path) -> None:
     assert not (folder / "nano.gguf.spark.csv").exists()
 
 
+@pytest.mark.slow
 def test_codex_is_told_where_the_model_is(folder: Path) -> None:
     done, told = finished(folder, "codex", NANO, "--device", "cpu", "--spark", "--profile", "p.csv", "--", "exec", "0")
     assert done.returncode == 0 and told["arguments"][-2:] == ["exec", "0"]
@@ -137,6 +138,7 @@ def test_what_keeps_the_model_from_being_served(folder: Path) -> None:
     refused("launch", "emacs", NANO, cwd=folder, status=2)
 
 
+@pytest.mark.slow
 def test_a_client_that_cannot_be_run(folder: Path) -> None:
     (folder / "bin" / "claude").write_text("#!/no/such/interpreter\n")
     assert "cannot be run" in refused_after_start(folder)
@@ -148,11 +150,13 @@ def refused_after_start(folder: Path) -> str:
     return done.stderr
 
 
+@pytest.mark.slow
 def test_a_client_that_is_killed(folder: Path) -> None:
     done, _ = finished(folder, "claude", NANO, "--device", "cpu", "--", "die")
     assert done.returncode == 128 + signal.SIGKILL
 
 
+@pytest.mark.slow
 def test_the_client_has_the_terminal(folder: Path) -> None:
     master, slave = os.openpty()
     command = [sys.executable, "-m", "spark.cli", "launch", "claude", str(NANO), "--device", "cpu", "--", "0"]
@@ -162,6 +166,7 @@ def test_the_client_has_the_terminal(folder: Path) -> None:
     assert json.loads((folder / "told.json").read_text())["tty"]
 
 
+@pytest.mark.slow
 def test_ctrl_c_is_the_clients(folder: Path) -> None:
     with launched(folder, "interrupted") as (command, processes, _):
         os.killpg(command.pid, signal.SIGINT)
@@ -219,6 +224,7 @@ def test_nothing_outlives_a_killed_command(folder: Path, end: str) -> None:
         assert none_left(processes)
 
 
+@pytest.mark.slow
 def test_ctrl_c_while_the_model_loads(folder: Path) -> None:
     arguments = ["launch", "claude", NANO, "--device", "cpu", "--", "wait"]
     with started(*arguments, cwd=folder, tmp=folder / "tmp") as command:
@@ -229,6 +235,7 @@ def test_ctrl_c_while_the_model_loads(folder: Path) -> None:
         assert none_left(processes)
 
 
+@pytest.mark.slow
 def test_a_server_that_is_gone_is_noticed_in_the_end(folder: Path) -> None:
     with launched(folder, "interrupted") as (command, processes, told):
         server = next(p for p in processes if p.ppid() == command.pid and p.pid != told["pid"])

@@ -146,6 +146,7 @@ def test_a_drafter_that_is_too_sure_of_itself_is_seen_through() -> None:
     assert too_sure.reply(6000) > 1.05 * max(1.0, by_place.reply(6000))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("right", [0.2, 0.6, 0.85])
 def test_chances_that_mean_nothing_cost_next_to_nothing(right: float) -> None:
     """What waits for them stops, and is tried once in a while."""
@@ -160,6 +161,7 @@ def test_chances_that_mean_nothing_cost_next_to_nothing(right: float) -> None:
         assert sum(noise.waited) <= 0.15 * len(noise.waited) + 8
 
 
+@pytest.mark.slow
 def test_what_waits_goes_on_where_it_pays() -> None:
     waits, free = (Drafting(telling, lambda claim: claim) for _ in range(2))
     waits.free, waits.wait_s = False, 1e-4
@@ -169,6 +171,7 @@ def test_what_waits_goes_on_where_it_pays() -> None:
     assert sum(waits.waited) > 0.9 * len(waits.waited)
 
 
+@pytest.mark.slow
 def test_what_pays_only_where_it_is_known_how_sure_it_is_goes_on() -> None:
     """Drafts of one length do not pay, so one that is made is a trial."""
     waits, free, by_place = (Drafting(telling, lambda claim: claim) for _ in range(3))

@@ -65,6 +65,7 @@ def written(path: Path, shape: Shape, arch: str = "dflash", **options: Any) -> T
     return tensors
 
 
+@pytest.mark.slow
 @backends
 @pytest.mark.parametrize("arch", DIALECTS)
 @pytest.mark.parametrize("shape", [PLAIN, WINDOWED, CAUSAL], ids=["plain", "windowed", "causal"])

@@ -58,6 +58,7 @@ def test_half_a_download_and_a_file_that_does_not_name_its_vocabulary(tmp_path: 
     assert report["missing"] == [] and report["drafter"]["vocabulary"] is None and report["missing_bytes"] > 0
 
 
+@pytest.mark.slow
 def test_mutated_headers_are_explained(tmp_path: Path) -> None:
     """Whatever the header says, it is read as a drafter that would load, or refused with an explanation."""
     rng, path = np.random.default_rng(5), written(tmp_path / "d.gguf")

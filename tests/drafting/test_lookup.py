@@ -104,6 +104,7 @@ def test_a_draft_is_what_followed_the_longest_run(text: list[int], cuts: list[in
     memory.close()
 
 
+@pytest.mark.slow
 def test_hardly_any_run_takes_another_s_place() -> None:
     rng = np.random.default_rng(6)
     found = []

@@ -112,6 +112,7 @@ def test_anchors_are_where_they_are_wanted() -> None:
         assert bool((anchors.diff(dim=1) > 0).all()) and anchors.min() > 0 and anchors.max() < 56
 
 
+@pytest.mark.slow
 def test_a_drafter_learns_and_the_engine_computes_its_file(
     target: Model, prompts: list[np.ndarray], tmp_path: Path
 ) -> None:

@@ -456,6 +456,7 @@ COMPACTED = [
 ]
 
 
+@pytest.mark.slow
 @given(st.data())
 @settings(max_examples=150, deadline=None)
 def test_no_value_in_any_place_breaks_it(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:

@@ -82,6 +82,7 @@ def test_each_users_sessions_are_those_of_a_run_for_that_user(three: Path, tmp_p
     assert not [path for path in (tmp_path / "all").iterdir() if path.name.startswith(".")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", ["{three}/ann", "{three}/*"])
 def test_the_number_of_processes_changes_nothing(
     three: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
@@ -129,6 +130,7 @@ def test_parts_are_of_a_size_and_have_all_roots(three: Path) -> None:
     assert max(loads) - min(loads) <= max(sizes.values())
 
 
+@pytest.mark.slow
 def test_counts_are_sums_and_the_order_of_homes_changes_no_session(three: Path, tmp_path: Path) -> None:
     homes = [str(three / name) for name in ("ann", "bob", "eve")]
     one = [extract(ExtractOptions(tmp_path / str(i), homes=(each,)), nothing) for i, each in enumerate(homes)]
@@ -173,6 +175,7 @@ def test_the_command_reads_homes(three: Path, tmp_path: Path) -> None:
     refused("extract-sessions", "--home", three / "ann", "--codex-dir", three, "--out-dir", "o", cwd=tmp_path, status=2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_nothing_is_left_of_a_run_that_is_ended(three: Path, tmp_path: Path, number: int) -> None:
     homes = [word for i in range(12) for word in ("--home", home(tmp_path / f"u{i}"))]
@@ -194,6 +197,7 @@ def test_nothing_is_left_of_a_run_that_is_ended(three: Path, tmp_path: Path, num
         assert not list((tmp_path / "out").glob(".homes-*"))
 
 
+@pytest.mark.slow
 def test_ctrl_c_as_the_processes_begin_is_not_theirs(tmp_path: Path) -> None:
     """Of a terminal's group, they see it too, as they load their modules."""
     homes = [word for i in range(12) for word in ("--home", home(tmp_path / f"u{i}"))]
@@ -221,6 +225,7 @@ def s3() -> Iterator[Any]:
         yield store
 
 
+@pytest.mark.slow
 def test_homes_and_outputs_in_an_object_store(s3: Any, three: Path, tmp_path: Path) -> None:
     for name in ("ann", "eve"):
         s3.put(str(three / name), f"{BUCKET}/homes/{name}", recursive=True)

@@ -140,6 +140,7 @@ HOSTS = st.one_of(
 )
 
 
+@pytest.mark.slow
 @given(
     scheme=st.sampled_from(["postgres", "https", "mongodb+srv", "redis", "S3", "jdbc:mysql"]),
     user=st.sampled_from(["", "app", "App.User-1", "a%40b", "7"]),

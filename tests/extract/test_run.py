@@ -185,6 +185,7 @@ def test_a_root_goes_to_one_side_with_all_that_grew_from_it(tmp_path: Path, frac
     assert (report.sessions["train"] == 0) == (fraction == 1)
 
 
+@pytest.mark.slow
 @given(names=st.sets(st.text("abcdef", min_size=1, max_size=6), min_size=1, max_size=4), percent=st.integers(1, 99))
 @settings(deadline=None)
 def test_few_sessions_leave_one_on_each_side(
@@ -277,6 +278,7 @@ def test_progress_reaches_the_total_and_never_falls(tmp_path: Path) -> None:
     assert all(a[0] <= b[0] for a, b in pairwise(seen))
 
 
+@pytest.mark.slow
 def test_a_long_log_does_not_stay_in_memory(tmp_path: Path) -> None:
     """60 MB in one session, with characters of which Python takes four bytes each for the whole string."""
     path = tmp_path / "sessions" / "rollout-aa.jsonl"

@@ -108,6 +108,7 @@ def test_quantiles_of_few_values() -> None:
     assert quantiles([1.0, 2.0, 3.0])["p50"] == 2.0
 
 
+@pytest.mark.slow
 def test_a_history_keeps_what_belongs_together() -> None:
     said = [
         Message("system", "be brief"), Message("user", "look"),

@@ -58,6 +58,7 @@ def test_checks_messages_and_annotations_are_left_alone() -> None:
         assert "{len(rows) + 1} is more than" in changed or fault.operator == "statement removed"
 
 
+@pytest.mark.slow
 def test_the_same_seed_draws_the_same_faults(monkeypatch: pytest.MonkeyPatch) -> None:
     (one, total), (again, _), (other, _) = (mutants.draw("sampling", 20, seed) for seed in (1, 1, 2))
     assert [plan.fault for plan in one] == [plan.fault for plan in again] != [plan.fault for plan in other]

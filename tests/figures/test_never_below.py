@@ -394,6 +394,7 @@ def test_a_side_says_why_it_has_no_threads() -> None:
         side.threads()
 
 
+@pytest.mark.slow
 def test_the_whole_on_a_cpu(tmp_path: Path) -> None:
     """Where no expert is the CPU's, so all that can be wrong is a case that needs its threads."""
     words = "--device cpu --tokens 160 --before 4 --beside 40 --pairs 1 --cases stopped-before,prefill,short"

@@ -95,6 +95,7 @@ def test_a_model_that_cannot_be_written_fails_its_benchmarks_alone(
     assert "AssertionError: no room" in capsys.readouterr().err and (tmp_path / "out" / "two.json").exists()
 
 
+@pytest.mark.slow
 def test_token_files_are_made_of_the_samples(tmp_path: Path) -> None:
     folder = Folder(tmp_path)
     folder.need(["sessions_other.parquet"])

@@ -259,6 +259,7 @@ def test_first_part_without_tensors(tmp_path: Path) -> None:
 # ---- a large vocabulary
 
 
+@pytest.mark.slow
 def test_large_vocabulary_opens_quickly_in_little_memory(tmp_path: Path) -> None:
     n = 151_936
     tokens = raw_key(

@@ -361,6 +361,7 @@ def fuzz(seed: Path, count: int) -> None:
     print(opened, slowest)
 
 
+@pytest.mark.slow
 def test_ten_thousand_mutations(model_path: Path, tmp_path: Path) -> None:
     seed = tmp_path / "seed.gguf"
     seed.write_bytes(model_path.read_bytes())

@@ -193,6 +193,7 @@ def test_zeros_stay_zeros(qtype: QType) -> None:
     assert not read_back(values, qtype)[0].any()
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None)
 @given(
     seed=st.integers(0, 2**32 - 1),

@@ -109,6 +109,7 @@ else:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("body", ["1,", "1\n", "# a=1\n", "\n"])
 def test_a_large_profile_is_refused_in_little_memory(tmp_path: Path, body: str) -> None:
     header = "# hotness table: n_layer=6 n_expert=32 n_expert_used=4\n"
@@ -160,6 +161,7 @@ def test_too_little_address_space_is_said(tmp_path: Path) -> None:
         assert done.returncode == status and said in done.stderr, done.stderr
 
 
+@pytest.mark.slow
 def test_a_plan_in_too_little_address_space_is_one_line(tmp_path: Path) -> None:
     def limited() -> None:
         resource.setrlimit(resource.RLIMIT_AS, (250 << 20,) * 2)

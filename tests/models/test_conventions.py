@@ -145,6 +145,7 @@ VALUES = st.one_of(
 )  # fmt: skip
 
 
+@pytest.mark.slow
 @given(st.dictionaries(KEYS, VALUES, max_size=5))
 def test_what_is_read_or_of_another_model_is_nobodys_business(keys: dict[str, Any]) -> None:
     metadata = {f"m.{key}": value for key, value in keys.items()}

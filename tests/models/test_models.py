@@ -61,6 +61,7 @@ def bits(x: np.ndarray) -> np.ndarray:
     return x.view(np.uint32)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_float_model_equals_transformers(name: str) -> None:
     """Longer than every window and a block of the cache; the last tokens are decoded one by one."""

@@ -49,6 +49,7 @@ def residual(loaded: Loaded, n: int) -> np.ndarray:
     return np.array(loaded.forward.buffers.y[:n])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("own", [True, False], ids=["own-ends", "model's-ends"])
 @pytest.mark.parametrize("arch", FAMILIES)
 def test_a_float_block_equals_the_twin(arch: str, own: bool) -> None:
@@ -72,6 +73,7 @@ def test_a_float_block_equals_the_twin(arch: str, own: bool) -> None:
     loaded.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arch", FAMILIES)
 def test_the_cpu_equals_the_twin_of_its_ops(arch: str) -> None:
     cpu, twin = (loaded_for(block_path(arch), device) for device in ("cpu", "reference"))

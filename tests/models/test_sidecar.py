@@ -56,6 +56,7 @@ def drafted(loaded: Loaded, most: int = 4) -> tuple[Draft, np.ndarray]:
     return draft, logits
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("own", [True, False], ids=["own-ends", "model's-ends"])
 @pytest.mark.parametrize("arch", FAMILIES)
 def test_a_float_block_equals_the_twin(tmp_path: Path, arch: str, own: bool) -> None:
@@ -74,6 +75,7 @@ def test_a_float_block_equals_the_twin(tmp_path: Path, arch: str, own: bool) -> 
     loaded.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ends", [True, False], ids=["ends", "no-ends"])
 @pytest.mark.parametrize("arch", FAMILIES)
 def test_the_bits_are_those_of_the_block_in_the_models_file(tmp_path: Path, arch: str, ends: bool) -> None:
@@ -268,6 +270,7 @@ def test_auto_with_blocks_leaves_out_what_cannot_be_had(tmp_path: Path, monkeypa
         assert said.startswith("no block drafts: ") and "blk.4.nextn" in said
 
 
+@pytest.mark.slow
 def test_auto_with_blocks_leaves_out_one_that_does_not_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A cap that is enough without the block and not with it; asked for by name, the block is refused there."""
     monkeypatch.setattr(probe, "probe", lambda: probe.Missing("none"))
@@ -334,6 +337,7 @@ def test_inspect_says_what_it_lacks(tmp_path: Path) -> None:
     assert "lacks blk.4.attn_k.weight" in missing["message"]
 
 
+@pytest.mark.slow
 def test_mutated_headers_are_explained(tmp_path: Path) -> None:
     """Whatever the header says, it is read as a block for some model, or refused with an explanation."""
     rng, read = np.random.default_rng(5), 0

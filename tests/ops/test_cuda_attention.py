@@ -276,6 +276,7 @@ def test_rows_of_many_sequences_share_a_launch(device: Any, kv_type: str) -> Non
         same_bits(scene.run(device, q[t : t + 1], sequence[t : t + 1], positions[t : t + 1])[0], together[t])
 
 
+@pytest.mark.slow
 def test_rows_of_one_sequence_share_a_launch(device: Any) -> None:
     device.n_sm = 12
     device = Launches(device)
@@ -423,6 +424,7 @@ def test_rows_with_windows_far_apart(device: Any) -> None:
     assert nmse(scene.run(device, q, sequence, positions, window=80), expected) < NMSE
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kv_type", ["f16", "q8_0", "q8_0,q4_0", "q4_0,f16"])
 def test_what_a_window_leaves_out_may_be_anything(device: Any, kv_type: str) -> None:
     scene = Scene(3, 1, 64, kv_type, [200], 4)
@@ -445,6 +447,7 @@ def test_what_a_window_leaves_out_may_be_anything(device: Any, kv_type: str) -> 
         assert spoilt.sum() == 3 * (33 if scene.cache.v_scale is None else 32)
 
 
+@pytest.mark.slow
 def test_a_window_takes_a_grid_of_its_own(device: Any) -> None:
     device = Launches(device)
     device.n_sm = 132

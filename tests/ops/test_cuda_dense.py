@@ -56,6 +56,7 @@ def test_rows_do_not_depend_on_their_number(device: Any, F: int, n_sm: int, monk
         check(run(ws, weights, h[t : t + 1], x[t : t + 1]), together[t : t + 1])
 
 
+@pytest.mark.slow
 def test_a_norm_is_quantized_once_for_all_that_read_it(device: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     weights, ws = layer((K4, K4, K6)), ops.workspace(LIMITS, device)
     *matrices, shared = (upload(device, w) for w in weights)
@@ -116,6 +117,7 @@ def test_mistakes(device: Any) -> None:
     assert shared.shape == (1, D)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("types", [(K4, QType.Q5_0, K6), (K4, K4, QType.F16), (QType.F16, QType.BF16, K6)], ids=str)
 @pytest.mark.parametrize("activation", ["silu", "gelu"])
 def test_steps_of_several(device: Any, types: tuple[QType, QType, QType], activation: Any) -> None:

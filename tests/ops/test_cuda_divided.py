@@ -90,6 +90,7 @@ def test_bits_do_not_say_who_computed_rows(device: Any, types: Types, D: int, F:
             assert tally.total.waited_us >= NEVER_S * 1e6 * layer.jobs
 
 
+@pytest.mark.slow
 def test_which_expert_is_divided(device: Any) -> None:
     """By rank: the one before the whole ones, of those that enter no slot."""
     layer, seen = Layer(device, 30, n_places=A), set()

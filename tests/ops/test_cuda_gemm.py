@@ -201,6 +201,7 @@ def run_experts(
     return device.read(y), expected, x
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "types",
     [

@@ -270,6 +270,7 @@ def test_steps_without_guesses_are_timed_too(device: Any) -> None:
     assert after.timed.without_ns > 0 < after.timed.with_ns and after.useful > 0
 
 
+@pytest.mark.slow
 def test_another_models_tables_are_left_alone(device: Any) -> None:
     """As a block's, which drafts: its layers have these numbers, too."""
     model = Model(device, 10)

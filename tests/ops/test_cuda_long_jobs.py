@@ -198,6 +198,7 @@ def test_every_pair_whoever_computed_it(device: Any, percent: int, claimed: str)
         assert not jobs.cpu.failed
 
 
+@pytest.mark.slow
 def test_more_missing_experts_than_records_and_busy_ones(device: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of 100 experts that miss and enter no slot 64 get a job; what all tokens use gets none."""
     monkeypatch.setattr(test_cuda_experts, "E", 120)
@@ -245,6 +246,7 @@ def test_results_in_parts(device: Any) -> None:
         assert sum(layer.step(jobs, 50, parts=parts)[0] for parts in (2, 4)) > least(device, 3)
 
 
+@pytest.mark.slow
 def test_what_the_pool_declines_crosses_pcie(device: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     layer = Layer(device, 30)
     with layer.cpu(0.1) as jobs:
@@ -307,6 +309,7 @@ def test_where_a_step_has_jobs(device: Any) -> None:
             jobs.collect(experts, h)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("types", "T", "most"), [((K4, K4, Q8), 40, 256), ((Q8, K4, F16), 120, 120), ((F16, F16, F16), 64, 64)]
 )

@@ -34,6 +34,7 @@ def some(here: Context, rows: slice) -> Context:
     )  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", [name for name in CASES if "odd heads" not in name])
 def test_the_choice_is_the_twins_and_attention_is_near(device: Any, case: str) -> None:
     here = context(1, *CASES[case])
@@ -69,6 +70,7 @@ def test_absent_blocks_that_are_read_are_the_twins(device: Any, case: str, most:
         assert (wanted[:, 0] == 0).all() == (n_pool == n_all)
 
 
+@pytest.mark.slow
 def test_many_absent_blocks(device: Any) -> None:
     """More than a block of threads looks at in one go, of rows of one sequence and more than there are warps.
 
@@ -87,6 +89,7 @@ def test_many_absent_blocks(device: Any) -> None:
     assert 700 < wanted[0, 0] < 1090 and same_bits(found[:, : 1 + wanted[0, 0]], wanted[:, : 1 + wanted[0, 0]])
 
 
+@pytest.mark.slow
 def test_what_is_not_finite_is_as_in_the_twin(device: Any) -> None:
     here = context(2, "f16", (1030, 900), (3, 2), 6, 2, 48, size=30.0)
     here.q[1, 2, 3], here.q[2, 0], here.q[3, 1] = np.nan, 1e30, np.inf
@@ -102,6 +105,7 @@ def test_what_is_not_finite_is_as_in_the_twin(device: Any) -> None:
             assert same_bits(getattr(recall, name), getattr(chosen, name)), name
 
 
+@pytest.mark.slow
 def test_a_row_does_not_depend_on_its_step(device: Any) -> None:
     here = context(6, "q8_0", (1030, 1200), (5, 4), 6, 2, 64)
     ops = ops_of(device, here)
@@ -219,6 +223,7 @@ def test_a_choice_of_any_shape(device: Any, group: int, K: int, d: int, W: int) 
     chosen_alone(device, group, K, d, W, [(0, -1), (2, -1), (-1, -1), (2**31 - 1, MASS_UNITS // 20), (0, 5), (1, 0)])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("W", "few"), [(4300, True), (4301, False), (8201, True)])
 def test_more_blocks_than_the_threads_of_a_block_hold(device: Any, W: int, few: bool) -> None:
     """W: whose flags are words, and are not. Some rows are early in the table."""

@@ -99,6 +99,7 @@ def test_the_table_says_how_many(device: Any) -> None:
                 jobs.divide(wrong)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("types", [(F16, F16, F16), (Q8, K4, F16)], ids=["floats", "mixed"])
 def test_other_types_and_a_shared_expert(device: Any, types: Types) -> None:
     layer, shared = Layer(device, 30, types, n_places=3), shared_expert(types, D, F, F16)

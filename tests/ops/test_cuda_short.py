@@ -97,6 +97,7 @@ def test_results_of_some_columns_at_a_time(device: Any, monkeypatch: pytest.Monk
     check(case.run(ShortRows(37)), case.expected())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("types", "D", "F"), [((K4, K4, K6), 256, 512), ((QType.F16, QType.BF16, Q8), 64, 96)], ids=["K", "F16"]
 )
@@ -114,6 +115,7 @@ def test_rows_of_both_kinds(device: Any, types: Types, D: int, F: int) -> None:
         check(found[~mask], long[~mask])
 
 
+@pytest.mark.slow
 def test_a_shared_expert_is_that_of_a_long_step(device: Any) -> None:
     """It is added last, and the order of columns that tensor cores have depends on no row's kind."""
     types = (Q8, Q8, QType.Q4_0)

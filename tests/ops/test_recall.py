@@ -126,6 +126,7 @@ def test_kernels_equal_the_twin_bit_for_bit(case: str, isa: str) -> None:
     assert (recall.read <= context(1, *CASES[case]).recalled(cpu, workspace(isa), 0)[2].read).all()  # with all left
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("isa", cpu.supported_isas())
 def test_what_is_not_finite_is_as_in_the_twin(isa: str) -> None:
     here = context(2, "f16", (1030, 900), (3, 2), 6, 2, 48, size=30.0)

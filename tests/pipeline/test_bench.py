@@ -52,6 +52,7 @@ def test_rows() -> None:
     assert all(keys <= row.keys() and row["decode_tokens_per_s"] > 0 for row in made["rows"])
 
 
+@pytest.mark.slow
 def test_a_second_pass_has_drafts() -> None:
     """Of which a machine that is busy with other things may have none."""
     options = BenchOptions((100.0,), prompts=2, prompt_tokens=40, generate_tokens=60)
@@ -90,6 +91,7 @@ def test_figures_of_the_second_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (row.decode_tokens_per_s, row.prefill_tokens_per_s) == (5.0, 9.0)
 
 
+@pytest.mark.slow
 def test_without_drafts_there_is_one_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[bool] = []
     real = DaemonClient.generate

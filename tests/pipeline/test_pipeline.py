@@ -137,6 +137,7 @@ def evident(files: Path) -> calibrate.CalibrateReport:
     return calibrate.calibrate(CONFIG, calibrate.CalibrateOptions(tokens, files / "evident.csv"), DEADLINES, quiet)
 
 
+@pytest.mark.slow
 def test_the_profile_carries_what_the_sessions_speak_for(evident: calibrate.CalibrateReport) -> None:
     choices = profiles.load(evident.profile)[0].choices
     assert choices == evident.choices
@@ -296,6 +297,7 @@ def begun(broken_off: Path, tmp_path: Path) -> Path:
     return tmp_path / "begun" / "p.csv"
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_other_options_is_refused(files: Path, begun: Path) -> None:
     with pytest.raises(UsageError, match="another count"):
         run(files, begun, count="all", resume=True)
@@ -337,6 +339,7 @@ def test_other_sessions_are_named_in_words(files: Path, begun: Path) -> None:
         calibrate.calibrate(CONFIG, other, DEADLINES, quiet, kept)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_another_quantization_is_refused(files: Path, tmp_path: Path, begun: Path) -> None:
     """A profile serves all of a model's quantizations, but what one has counted another does not go on with."""
     with open_model(NANO) as model:
@@ -353,6 +356,7 @@ def test_a_checkpoint_of_another_quantization_is_refused(files: Path, tmp_path: 
     assert calibrate.partial_path(begun).read_bytes() == counted
 
 
+@pytest.mark.slow
 def test_a_model_without_experts_is_refused_as_such_with_a_trace_too(files: Path, tmp_path: Path) -> None:
     config, tensors = tiny("qwen35", n_vocab=6144)
     with open_model(NANO) as model:
@@ -464,6 +468,7 @@ def ladder(files: Path, profile: Path) -> validate.ValidateReport:
     return validate.validate(CONFIG, made, DEADLINES, quiet)
 
 
+@pytest.mark.slow
 def test_the_ladder_is_in_order(ladder: validate.ValidateReport) -> None:
     assert [made.residency_pct for made in ladder.ladders] == [60.0, 30.0]
     assert ladder.ladders[0].rows[-1].misses_per_token < ladder.ladders[1].rows[-1].misses_per_token
@@ -519,6 +524,7 @@ def test_comparisons_in_words(more: Interval, others: int, words: str) -> None:
     assert ladder_of.compared(more, others) == words
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", ["calibrating", "recording routing"])
 def test_progress_comes_within_a_window(files: Path, tmp_path: Path, profile: Path, what: str) -> None:
     """A window of a slow model takes minutes; the bar must not stand still for it."""
@@ -565,6 +571,7 @@ def test_the_readme_shows_every_residency(ladder: validate.ValidateReport) -> No
     assert "moves a token" in render.ladder(made["results"]["validate"]["residencies"][0])[0]
 
 
+@pytest.mark.slow
 def test_wrong_files_are_explained(files: Path, profile: Path, tmp_path: Path) -> None:
     foreign = replace(profiles.load(profile)[0], model_id="f" * 64)
     profiles.save(foreign, tmp_path / "foreign.csv")

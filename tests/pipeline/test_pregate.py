@@ -279,6 +279,7 @@ def test_the_report_is_json(report):
     assert read["train_sessions"] + read["held_out_sessions"] == len(SIZES)
 
 
+@pytest.mark.slow
 def test_same_seed_same_bytes_and_passes_do_not_matter(tmp_path, monkeypatch, model, good_trace, quick):
     read = []
     real = pregate.iter_parts
@@ -328,6 +329,7 @@ def test_two_sessions_suffice_and_all_tokens_can_count(tmp_path, model, model_id
     assert sorted((report.train_tokens, report.held_out_tokens)) == [300, 400]
 
 
+@pytest.mark.slow
 def test_a_sample_takes_generated_tokens_first(tmp_path, model, model_id, data):
     hidden, experts, generated = data
     experts = experts.copy()

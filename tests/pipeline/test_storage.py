@@ -279,6 +279,7 @@ def counted(data: str | Path, out: Path) -> profiles.Profile:
     return profiles.load(out)[0]
 
 
+@pytest.mark.slow
 def test_calibrating_on_several_files_is_calibrating_on_one_and_merging(
     made: Path, memory: str, tmp_path: Path
 ) -> None:
@@ -296,6 +297,7 @@ def test_calibrating_on_several_files_is_calibrating_on_one_and_merging(
     assert beside.diff(tmp_path / "merged", tmp_path / "one").total.distance == 0.0
 
 
+@pytest.mark.slow
 def test_a_trace_goes_to_a_url_whole_or_not_at_all(
     made: Path, memory: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -395,6 +397,7 @@ def test_no_output_is_an_input_wherever_they_lie(made: Path, arguments: str, wor
     assert before == {path: path.read_bytes() for path in made.rglob("*.*")}
 
 
+@pytest.mark.slow
 def test_local_paths_need_no_fsspec(made: Path, tmp_path: Path) -> None:
     """And a URL says what to install."""
     without = "import sys; sys.modules['fsspec'] = None; from spark.cli import main; main()"

@@ -362,6 +362,7 @@ def shared_prefix(a: list[int], b: list[int]) -> int:
     return n
 
 
+@pytest.mark.slow
 @given(conversations(), st.integers(MIN_WINDOW, 70))
 @settings(max_examples=300, deadline=None)
 def test_windows_hold_every_new_token_once(turns: list[Turn], window: int) -> None:

@@ -261,6 +261,7 @@ def test_steps_that_get_longer_with_the_context_fool_no_gate(gain, noise, wrong)
     assert worse <= wrong * n and changes <= 9
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=40)
 @given(seed=SEEDS, gain=st.sampled_from([0.9, 1.1]))
 def test_a_gate_is_not_fooled_by_noise_for_long(seed, gain):

@@ -196,6 +196,7 @@ def _learn(path: Path, row: list[int], n: int) -> None:
         daemon.write(path)
 
 
+@pytest.mark.slow
 def test_processes_that_write_at_the_same_time_lose_nothing(tmp_path: Path) -> None:
     path = tmp_path / "p.csv"
     context = multiprocessing.get_context("spawn")

@@ -111,6 +111,7 @@ def test_where_all_entries_have_lost_it_is_off_until_the_first_is_tried_again() 
     assert gate.look(tally, RETRY_S[0] + 3.5, list) and gate.table == whole(0, 1, 1, 2, 0, 0)
 
 
+@pytest.mark.slow
 def test_an_entry_that_loses_is_tried_again_later_and_later_and_in_the_end_never() -> None:
     """Single misses lose a little, and others gain: that is all that is left to PCIe."""
     gate, tally, now_s, tried = MissGate(IN_ROWS, N_USED), Tally(), 0.0, list[float]()

@@ -71,6 +71,7 @@ def test_greedy_with_one_size_keeps_the_global_best(seed, n):
     assert kept == np.sort(counts.ravel())[40 - n :].sum()
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None)
 @given(table=tables(), floor=st.none() | st.integers(0, 4), n_used=st.integers(0, 4))
 def test_greedy_takes_the_densest_next_expert_of_all_layers(table, floor, n_used):

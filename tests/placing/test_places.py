@@ -75,6 +75,7 @@ def test_a_model_with_recurrent_layers_on_common_cards(weights: Any) -> None:
         assert made.limits.max_sequences == places
 
 
+@pytest.mark.slow
 def test_what_was_asked_for_is_had(weights: Any) -> None:
     made = decide(weights, 12, parallel=16)
     assert (made.limits.places, made.limits.max_sequences) == (16, 16)
@@ -84,6 +85,7 @@ def test_what_was_asked_for_is_had(weights: Any) -> None:
     assert "5 requests at a time: asked for" in " ".join(made.reasons)
 
 
+@pytest.mark.slow
 def test_a_refusal_names_how_many_fit(weights: Any) -> None:
     assert decide(weights, 5.5).limits.places == 4
     assert decide(weights, 4.7).limits.places == 2  # the default gets smaller

@@ -160,6 +160,7 @@ def decide(weights: Any, vram_gib: float, n_ctx: int = 32768, **options: Any) ->
     return sharing.decide(cap_bytes=plan.cap_bytes(vram_gib), context_bytes=plan.CONTEXT_BYTES)
 
 
+@pytest.mark.slow
 def test_a_30b_model_on_common_cards(weights: Any) -> None:
     before = -1.0
     for vram, least, most in ((8, 8, 25), (12, 30, 55), (16, 55, 80), (24, 100, 100)):
@@ -177,12 +178,14 @@ def test_a_30b_model_on_common_cards(weights: Any) -> None:
         assert Module("embed.cu", (("TYPE", "Q6_K"),)) in made.modules
 
 
+@pytest.mark.slow
 def test_a_smaller_cache_leaves_more_slots(weights: Any) -> None:
     wide, narrow, eight = decide(weights, 12), decide(weights, 12, 4096), decide(weights, 12, kv_type="q8_0")
     assert wide.placement.bytes < min(narrow.placement.bytes, eight.placement.bytes)
     assert wide.plan.fixed.kv_bytes == 48 * 2 * 32768 * 4 * 128 * 2
 
 
+@pytest.mark.slow
 def test_refusals_name_a_cap_that_works(weights: Any) -> None:
     with pytest.raises(CapacityError) as refused:
         decide(weights, 5)
@@ -214,6 +217,7 @@ def test_every_policy_fills_the_card(weights: Any, policy: str) -> None:
     assert (pinned == 0) == (policy != "uniform")
 
 
+@pytest.mark.slow
 def test_the_placement_by_a_profile_needs_one(weights: Any) -> None:
     with pytest.raises(UsageError, match="`static` places by a profile"):
         decide(weights, 12, policy="static")
@@ -246,6 +250,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     return calls
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("residency_pct", [100.0, 30.0])
 @pytest.mark.parametrize("name", [p.name for p in policies.POLICIES if not p.whole])
 def test_a_placement_is_made_once_a_decision(

@@ -114,6 +114,7 @@ def test_prefill_is_cut_at_sessions_jumps_and_chunks():
     assert list(simulate._spans(trace.part(0, 0), 3)) == []
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None)
 @given(
     seed=SEEDS, rule=st.sampled_from(RULES), chunk=st.integers(1, 50), n_expert=st.integers(4, 13),

@@ -221,6 +221,7 @@ def drained(engine: Engine) -> dict[int, list[int]]:
     return found
 
 
+@pytest.mark.slow
 def test_an_id_that_is_used_again_has_its_own_sampling(model: Path) -> None:
     found = []
     for before in (True, False):
@@ -235,6 +236,7 @@ def test_an_id_that_is_used_again_has_its_own_sampling(model: Path) -> None:
     assert found[0] == found[1]
 
 
+@pytest.mark.slow
 def test_tables_after_decoding_are_the_twins(model: Path) -> None:
     loaded = load(config(model, policy="lru", residency_pct=50))
     twin = policy.SlotState.empty(loaded.shares.placement.slots_per_layer, E)
@@ -290,6 +292,7 @@ def test_pinned_slots_follow_the_counts(model: Path, profile: Path) -> None:
     full.close()
 
 
+@pytest.mark.slow
 def test_score_and_a_trace(model: Path, tmp_path: Path) -> None:
     found = {}
     for device in ("cpu", "cuda"):
@@ -308,6 +311,7 @@ def test_score_and_a_trace(model: Path, tmp_path: Path) -> None:
     assert sum(1 for _ in (tmp_path / "cuda").iterdir()) == sum(1 for _ in (tmp_path / "cpu").iterdir())
 
 
+@pytest.mark.slow
 def test_nan_logits_are_an_error_and_the_engine_goes_on(model: Path) -> None:
     engine = Engine(config(model))
     norm = engine.loaded.forward.weights.output_norm
@@ -468,6 +472,7 @@ def test_a_failure_while_loading_is_explained(
     assert type(caught.value) is error and caught.value.hint
 
 
+@pytest.mark.slow
 def test_a_request_that_takes_too_much_memory_fails_alone(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = Engine(config(model))
     with monkeypatch.context() as patched:

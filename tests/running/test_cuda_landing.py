@@ -399,6 +399,7 @@ def test_what_was_wasted_never_falls() -> None:
     assert told == sorted(told)
 
 
+@pytest.mark.slow
 @on_the_device
 def test_imposed_guesses_without_choices_are_refused(tmp_path: Path) -> None:
     for more in ({"guess": "on"}, {"guess": "off", "replay": tmp_path / "choices.npy"}):

@@ -97,6 +97,7 @@ def test_no_residency_changes_a_token(
     engine.close()
 
 
+@pytest.mark.slow
 def test_the_reference_model_is_near_its_dequantized_float_model(record_property) -> None:
     tokens = np.random.default_rng(4).integers(0, 6000, 33).astype(np.int32)
     loaded = load(config())

@@ -152,6 +152,7 @@ def test_a_plan_by_the_header_is_that_of_the_weights(name: str) -> None:
     assert found["file"]["missing"] == [] and found["plan"] == decision.plan.to_json()
 
 
+@pytest.mark.slow
 def test_guesses_are_left_out_where_they_have_no_room() -> None:
     """At every cap with a plan without them there is one with `auto`, and with them as soon as they fit."""
     options = EngineConfig(tiny_path("laguna"), "cuda", "uniform", ctx_tokens=128, parallel=1)
@@ -219,6 +220,7 @@ def test_a_download_is_inspected_as_soon_as_its_header_is_there(tmp_path: Path) 
             open_model(path)
 
 
+@pytest.mark.slow
 def test_parts_that_are_not_there_yet(tmp_path: Path) -> None:
     paths = published_headers.write(tmp_path, "Qwen3-235B-A22B-Q4_K_M", n_vocab=400)
     whole = inspected(paths[2], vram_gib=24.0)

@@ -145,6 +145,7 @@ def told_without(family: str, kv_type: str = "f16") -> dict[int, list[int]]:
     return told(model(family), "cpu", "auto", requests if kv_type == "f16" else few, kv_type=kv_type)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kv_type", ["f16", "q8_0", "q4_0", "q8_0,q4_0"])
 @pytest.mark.parametrize("family", models.known())
 def test_no_pool_changes_a_token(family: str, kv_type: str, restless: dict[str, int]) -> None:
@@ -163,6 +164,7 @@ def test_no_pool_changes_a_token(family: str, kv_type: str, restless: dict[str, 
     assert restless["home"] > (5 if is_short else 20) and restless["back"] > (0 if is_short else 5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", models.known())
 def test_no_pool_changes_a_token_with_drafts(family: str, restless: dict[str, int]) -> None:
     path, expected = model(family), told_without(family)
@@ -173,6 +175,7 @@ def test_no_pool_changes_a_token_with_drafts(family: str, restless: dict[str, in
     engine.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", WITH_BLOCK)
 def test_no_pool_changes_a_token_with_a_block(family: str, restless: dict[str, int]) -> None:
     path = block_path(family)
@@ -204,6 +207,7 @@ def test_a_pool_of_the_whole_context_needs_no_more() -> None:
     engine.close()
 
 
+@pytest.mark.slow
 def test_slots_that_were_asked_for_take_no_pool(outline: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dryrun, "available_bytes", lambda: 64 << 30)
     options = {"vram_gib": 24.0, "ctx_tokens": 131072, "chunk_tokens": 512, "parallel": 4, "residency_pct": 40.0}

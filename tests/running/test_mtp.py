@@ -230,6 +230,7 @@ def test_logits_that_are_not_finite_make_no_draft(loaded: Loaded) -> None:
     sequence.release()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("residency", [100, 30])
 @pytest.mark.parametrize("arch", FAMILIES)
 def test_drafts_change_no_token(arch: str, residency: int) -> None:

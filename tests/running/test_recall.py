@@ -115,6 +115,7 @@ def test_a_request_says_how_much(plain: Engine) -> None:
     assert none[1]["left_out_mean"] > default[1]["left_out_mean"] > kept[1]["left_out_mean"] == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("left_out", [0.2, 0.5])
 def test_as_much_is_read_as_leaves_so_little_out(left_out: float, restless: dict[str, int]) -> None:
     """Whatever the pool and the chunks, and with drafts."""
@@ -144,6 +145,7 @@ def test_as_much_is_read_as_leaves_so_little_out(left_out: float, restless: dict
     assert restless["home"] > 2
 
 
+@pytest.mark.slow
 def test_up_to_so_many_tokens_all_is_read(plain: Engine, restless: dict[str, int]) -> None:
     """In the middle of a block, of a draft and of a shared step; whatever the pool."""
     asked = Generate(1, PROMPT, 140, stop_tokens=())
@@ -187,6 +189,7 @@ def test_nothing_less_is_all(plain: Engine) -> None:
     assert done.usage.cached_tokens == 576  # all of it is as any prompt has it
 
 
+@pytest.mark.slow
 def test_what_was_left_out_is_no_prefix_of_another(plain: Engine) -> None:
     """A next turn reads a reply as a prompt, from the first chunk on in which a token did not read all."""
     tokens, _ = one(plain, Generate(1, PROMPT, 140, stop_tokens=()))

@@ -56,6 +56,7 @@ def same(a: list[np.ndarray], b: list[np.ndarray]) -> bool:
     return all(np.array_equal(x, y) for x, y in zip(a, b, strict=True))
 
 
+@pytest.mark.slow
 def test_a_reused_prefix_has_the_bits_of_a_computed_one(model: Path) -> None:
     loaded = opened(model)
     expected = {}

@@ -29,6 +29,7 @@ def test_greedy_takes_the_first_of_the_largest() -> None:
     assert sample(np.array([1, 4, 4, 2], np.float32), SamplingParams(), 0) == 1
 
 
+@pytest.mark.slow
 def test_frequencies_follow_the_softmax() -> None:
     p = np.exp(LOGITS / 0.8)
     p /= p.sum()
@@ -176,6 +177,7 @@ def literal_sample(
     raise AssertionError("r lies below the sum")
 
 
+@pytest.mark.slow
 @settings(max_examples=120, deadline=None)
 @given(
     seed=st.integers(0, 2**64 - 1),
@@ -222,6 +224,7 @@ def drawn_by(params: SamplingParams, logits: np.ndarray, positions: int = 24) ->
     return [sample(logits, params, position) for position in range(positions)]
 
 
+@pytest.mark.slow
 @given(
     size=st.integers(1, 11).map(lambda k: 1 << k),
     share=st.floats(0, 1),
@@ -243,6 +246,7 @@ def test_top_p_ends_with_the_token_that_reaches_it(
         assert drawn_by(params, logits) == expected
 
 
+@pytest.mark.slow
 @given(
     seed=st.integers(0, 2**32),
     size=st.sampled_from([2, 9, 300, 3000]),

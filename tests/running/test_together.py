@@ -120,6 +120,7 @@ def test_where_blocks_run_out_it_ends_between_steps(loaded: Loaded, monkeypatch:
     assert [len(tokens) for tokens in finished(loaded, replies)] == [40, 40]
 
 
+@pytest.mark.slow
 def test_logits_that_are_not_finite_fail_their_own_row(loaded: Loaded) -> None:
     replies = [reply(loaded, n, 6) for n in (9, 12)]
     good = finished(loaded, [reply(loaded, 12, 6)])[0]

@@ -207,6 +207,7 @@ def gaps(made: Running, work: Any) -> float:
     return max(b - a for a, b in zip(times[began - 1 :], times[began:], strict=False))
 
 
+@pytest.mark.slow
 def test_hostile_bodies_hold_up_no_stream(made: Running) -> None:
     answers: list[tuple[bytes, bytes]] = []
 
@@ -348,6 +349,7 @@ def test_bodies_that_wait_take_places(made: Running, turns: Turns, monkeypatch: 
         wait_until(lambda: replies(made) == 0)
 
 
+@pytest.mark.slow
 def test_a_body_s_objects_are_gone_before_its_reply() -> None:
     with running(fake(step_s=0.02, ctx=20_000)) as made, contextlib.ExitStack() as stack:
         content = chat("z" * 3000, metadata={"a": "\U0001f600" + "a" * (8 << 20)})  # 4 bytes a character in memory
@@ -454,6 +456,7 @@ def test_bodies_that_take_long_make_room(monkeypatch: pytest.MonkeyPatch) -> Non
         wait_until(lambda: made.app.state.bodies._n_bytes == 0)
 
 
+@pytest.mark.slow
 def test_a_process_that_ends_is_started_again(made: Running) -> None:
     large = body("hello", metadata={"p": "x" * bodies.LARGE_BYTES})
     for _ in range(2):
@@ -486,6 +489,7 @@ def test_a_body_whose_reading_takes_too_long(monkeypatch: pytest.MonkeyPatch) ->
         aside.close()
 
 
+@pytest.mark.slow
 def test_the_process_ends_with_its_server() -> None:
     code = (
         "import asyncio; from spark.apis import bodies, messages as api_messages; aside = bodies._Aside()\n"

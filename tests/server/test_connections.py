@@ -108,6 +108,7 @@ def test_a_body_that_keeps_to_the_pace_is_read(hasty: None, monkeypatch: pytest.
             assert b"slow but honest" in rest(slow)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_client_that_does_not_read_gives_its_place_up(hasty: None, stream: bool) -> None:
     with running(fake(step_s=0.002 * stream, ctx=100_000)) as made:
@@ -254,6 +255,7 @@ def test_many_idle_connections_beside_a_request(tmp_path: Path) -> None:
         assert response.json()["choices"][0]["message"]["content"] == "hello"
 
 
+@pytest.mark.slow
 def test_room_for_connections_lies_below_the_limit_of_files() -> None:
     code = "from spark.server.connections import *; import resource; print(room_for(), resource.getrlimit(7)[0])"
     for start, room, files in (

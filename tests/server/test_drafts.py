@@ -241,6 +241,7 @@ def test_sdks_take_the_usage(monkeypatch: pytest.MonkeyPatch) -> None:
                 assert events_of.get_final_message().usage.output_tokens == message.usage.output_tokens
 
 
+@pytest.mark.slow
 def test_a_known_reply_of_a_real_model_is_accepted(tmp_path: Path) -> None:
     command = ("serve", NANO, "--device", "cpu", "--port", "0", "--ctx", "512", "--draft-memory", "0")
     with started(*command, cwd=tmp_path, tmp=tmp_path) as process:

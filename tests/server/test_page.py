@@ -226,6 +226,7 @@ def test_the_map_of_residency() -> None:
     assert residency.map() == []
 
 
+@pytest.mark.slow
 def test_who_only_watches_keeps_no_server_running(tmp_path: Path) -> None:
     with serving(tmp_path) as (process, url), httpx.stream("GET", f"{url}/events", timeout=PATIENCE_S) as response:
         lines = response.iter_lines()
@@ -580,6 +581,7 @@ def test_a_model_without_experts(browser: Browser, fast: Running) -> None:
         assert said == []
 
 
+@pytest.mark.slow
 def test_the_page_asks_for_the_key(browser: Browser) -> None:
     with running(api_key="k\u00e9y \u2603") as made, opened(browser, f"http://127.0.0.1:{made.port}") as (shown, _):
         field = shown.get_by_label("API key")

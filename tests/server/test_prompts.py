@@ -200,6 +200,7 @@ def test_counting_takes_a_place(roomy: Running, monkeypatch: pytest.MonkeyPatch)
     assert refused.status_code == 529 and refused.json()["error"]["type"] == "overloaded_error"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", [COUNT, "/v1/messages", "/v1/chat/completions"])
 def test_a_client_who_leaves_gives_his_place_back(roomy: Running, held: Held, path: str) -> None:
     """Also while the prompts of others are made, and then nothing is rendered for him."""

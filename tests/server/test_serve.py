@@ -185,6 +185,7 @@ ASKING: dict[str, dict] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("twice", [False, True])
 def test_replies_that_are_cut_off_say_so(tmp_path: Path, twice: bool) -> None:
     """In their API's shape, streamed or not, those whose body has not come yet too."""

@@ -115,6 +115,7 @@ def test_forced_drafts_change_no_token_and_no_count(opened: Open, arch: str, res
     assert sum(so_far.values()) > n // 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arch", models.known())
 def test_every_place_of_a_rejection(opened: Open, arch: str) -> None:
     """Of one draft of 31 tokens, and what the rest of the reply is after it."""
@@ -155,6 +156,7 @@ def test_every_place_of_a_rejection(opened: Open, arch: str) -> None:
         assert said(events) == expected and drafted(events) == (31, right)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("short_units")
 @pytest.mark.parametrize("seed", range(6))
 def test_drafts_among_cancels_puts_back_and_prefixes(opened: Open, seed: int) -> None:
@@ -191,6 +193,7 @@ def test_drafts_among_cancels_puts_back_and_prefixes(opened: Open, seed: int) ->
     assert n > stayed > 0
 
 
+@pytest.mark.slow
 def test_the_next_turn_finds_what_it_would_without_drafts(opened: Open) -> None:
     for arch in ("qwen3moe", "gemma4", "qwen35"):
         plain, engine = opened(arch=arch, draft="off"), opened(arch=arch)
@@ -316,6 +319,7 @@ def test_a_drafter_of_a_file_changes_no_token(opened: Open, tmp_path: Path, arch
     assert len(engine.loaded.drafts._drafter._rings) == 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("residency", [30, 100])
 @pytest.mark.parametrize("arch", FAMILIES)
 def test_a_block_of_the_file_changes_no_token(opened: Open, arch: str, residency: int) -> None:
@@ -388,6 +392,7 @@ def test_what_following_costs_and_wins_is_weighed(opened: Open, tmp_path: Path) 
     assert drafts._rest == 0 and follows(begun())
 
 
+@pytest.mark.slow
 def test_a_drafter_that_is_of_no_use_is_left_alone(opened: Open, tmp_path: Path) -> None:
     plain = opened(draft="off")
     engine = opened(draft=str(drafter_for(plain, tmp_path / "d.gguf")))

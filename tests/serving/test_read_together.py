@@ -195,6 +195,7 @@ def test_a_step_that_fails_fails_whoever_is_in_it(opened: Open) -> None:
     assert [e.id for e in events if isinstance(e, Done)] == [3]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("gib", [0.0, 1.0])
 def test_what_requests_wait_for_is_counted(opened: Open, gib: float) -> None:
     """Replies that together are longer than the cache; whoever is put back is moved out, or read again."""

@@ -17,6 +17,7 @@ def vocabulary() -> Vocabulary:
     return Vocabulary(tokenizer, tokenizer.vocab_size)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", FORMATS)
 def test_arguments_are_an_object_where_the_schema_leaves_it_open(form: str, vocabulary: Vocabulary) -> None:
     place = {"properties": {"x": {"type": "integer", "minimum": 0, "maximum": 9}}, "required": ["x"]}

@@ -132,6 +132,7 @@ def test_masks_of_calls(form: str, forms: Forms, vocabulary: Vocabulary) -> None
     assert compare(forms, vocabulary, wanted, 3) == 40
 
 
+@pytest.mark.slow
 @settings(max_examples=8)
 @given(
     wanted=st.recursive(LEAVES, nested, max_leaves=3),
@@ -316,6 +317,7 @@ class Late(FormHere):
         self.delay, self.unsettled = self.rng.choice([0, 0, 1, 3]), self.rng.choice([0, 0, 2])
 
 
+@pytest.mark.slow
 @settings(max_examples=8)
 @given(seed=st.integers(0, 999), temperature=st.sampled_from([0.0, 1.1]))
 def test_masks_that_are_late_change_no_token(
@@ -345,6 +347,7 @@ def test_masks_that_are_late_change_no_token(
     assert {request.id: tokens_of(events, request.id) for request in requests} == expected
 
 
+@pytest.mark.slow
 @settings(max_examples=5)
 @given(seed=st.integers(0, 999), moments=st.lists(st.integers(1, 12), min_size=1, max_size=4))
 def test_killed_processes_change_no_token(engine: Engine, seed: int, moments: list[int]) -> None:

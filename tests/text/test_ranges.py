@@ -149,6 +149,7 @@ def test_constants_of_more_digits_than_are_read_are_refused(value: Any, vocabula
 SOME = st.floats(-1e6, 1e6) | st.builds(lambda n, d: n / 10**d, st.integers(-9999, 9999), st.integers(0, 8))
 
 
+@pytest.mark.slow
 @settings(max_examples=200)
 @given(value=SOME | st.floats(-(2.0**62), 2.0**62))
 def test_a_constant_is_written_as_it_is_or_refused(value: float, vocabulary: Vocabulary) -> None:
@@ -344,6 +345,7 @@ def is_valid(schema: Any, value: Any, root: Any, depth: int) -> bool:
     return all(is_valid(each, inner, root, 6) for each, inner in parts)
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None)
 @given(a=SCHEMAS, b=SCHEMAS)
 @example(

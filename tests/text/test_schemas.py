@@ -156,6 +156,7 @@ def naming(schema: Any) -> Any:
     return made
 
 
+@pytest.mark.slow
 @settings(max_examples=120)
 @given(schema=MERGED, p=OBJECT, q=MEMBER, values=st.lists(VALUES, min_size=4, max_size=8))
 def test_closed_is_what_jsonschema_calls_unevaluated(
@@ -258,6 +259,7 @@ ANY = st.recursive(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=300)
 @given(schema=ANY, definitions=st.fixed_dictionaries(dict.fromkeys(NAMES, ANY)))
 def test_what_is_remembered_of_schemas_changes_nothing(schema: Any, definitions: dict[str, Any]) -> None:
@@ -301,6 +303,7 @@ def test_wide_and_long_schemas_take_their_size(vocabulary: Vocabulary) -> None:
     assert time.process_time() - began_s < 10
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("keyword", ["allOf", "anyOf", "properties"])
 def test_a_chain_that_is_too_deep_is_refused(keyword: str, vocabulary: Vocabulary) -> None:
     beside = {"type": "object"} if keyword == "properties" else {}
@@ -310,6 +313,7 @@ def test_a_chain_that_is_too_deep_is_refused(keyword: str, vocabulary: Vocabular
     Judge({"kind": "json_schema", "schema": diamond(MOST_DEEP - 8, "properties", type="object")}, vocabulary)
 
 
+@pytest.mark.slow
 def test_options_that_would_be_too_many_objects_are_refused(vocabulary: Vocabulary) -> None:
     definitions: dict[str, Any] = {"d40": A}
     for i in range(40):

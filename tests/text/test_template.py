@@ -383,6 +383,7 @@ def memory_within(n_bytes: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_AS, before)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::SyntaxWarning")
 @given(st.lists(statements, min_size=1, max_size=3))
 @settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))

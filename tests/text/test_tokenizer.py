@@ -522,6 +522,7 @@ values = st.one_of(
 )
 
 
+@pytest.mark.slow
 @given(st.dictionaries(st.sampled_from(sorted(qwen2()[1])), values, min_size=1, max_size=3))
 @settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
 def test_any_metadata_load_or_are_explained(folder: Path, changes: dict[str, Any]) -> None:
@@ -570,6 +571,7 @@ def big_metadata(n_tokens: int) -> dict[str, Any]:
     }
 
 
+@pytest.mark.slow
 def test_a_vocabulary_of_152k_tokens_loads_in_two_seconds(folder: Path) -> None:
     path = write(folder / "big.gguf", big_metadata(151_936))
     times = []

@@ -233,6 +233,7 @@ def test_malformed_gemma_metadata_name_the_key(folder: Path, fields: dict[str, A
         load(write(folder / "spm.gguf", fields | {"tokenizer.ggml.model": "llama"}))
 
 
+@pytest.mark.slow
 def test_a_large_gemma_vocabulary_loads_and_encodes_quickly(folder: Path, fields: dict[str, Any]) -> None:
     """Text is one word, and a long one: time must not grow with its square."""
     known = set(fields["tokenizer.ggml.tokens"])
