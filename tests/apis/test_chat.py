@@ -237,6 +237,7 @@ MESSAGES = st.lists(
 )
 
 
+@pytest.mark.slow
 @given(
     st.fixed_dictionaries(
         {"messages": MESSAGES | JSON},

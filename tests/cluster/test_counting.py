@@ -54,6 +54,7 @@ def test_a_worker_that_would_count_otherwise_is_refused(changes: dict[str, Any],
     )
 
 
+@pytest.mark.slow
 def test_parts_are_left_where_the_driver_sees_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same bytes are sent where the folder is not there, another user's, or not to be written."""
     generated = np.arange(60) >= 40
@@ -85,6 +86,7 @@ def test_parts_are_left_where_the_driver_sees_them(tmp_path: Path, monkeypatch: 
     assert len(set(named)) == 3, "no two have one name"
 
 
+@pytest.mark.slow
 def test_parts_go_behind_a_url_or_are_sent_there_by_the_driver(tmp_path: Path) -> None:
     """Whole ones; what slots are chosen by comes to the driver without hidden states."""
     where = staged.place("memory://counted/trace")

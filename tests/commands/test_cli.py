@@ -503,6 +503,7 @@ def test_bench_measures_each_residency(tmp_path: Path) -> None:
 WITHOUT_TORCH = "import sys; sys.modules['torch'] = None; from spark.cli import main; main()"
 
 
+@pytest.mark.slow
 def test_without_torch_the_pip_line_is_named(made: Path) -> None:
     command = [sys.executable, "-c", WITHOUT_TORCH, "train-pregate", NANO, "trace", "--out", "none.safetensors"]
     done = subprocess.run(command, cwd=made, env=environment(), capture_output=True, text=True, timeout=60)

@@ -175,6 +175,7 @@ def test_no_daemon_outlives_a_killed_command(data: Path, tmp_path: Path, name: s
     assert none_left(daemons)
 
 
+@pytest.mark.slow
 def test_of_two_calibrations_for_one_profile_the_second_is_refused(data: Path, tmp_path: Path) -> None:
     """They would write one checkpoint, and choose by each other's routing; a killed one keeps nobody away."""
     command = ("calibrate", NANO, data / "train.parquet", "--out", "p.csv")

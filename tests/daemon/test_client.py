@@ -106,6 +106,7 @@ def test_every_operation(tmp_path: Path) -> None:
     daemon.close()  # twice is fine
 
 
+@pytest.mark.slow
 def test_errors_of_requests_keep_their_class() -> None:
     with DaemonClient(fake()) as daemon:
         with pytest.raises(NumericalError):
@@ -332,6 +333,7 @@ def test_one_that_stops_speaking_the_protocol(name: str) -> None:
         assert is_gone(daemon.pid)
 
 
+@pytest.mark.slow
 def test_a_line_without_end_takes_bounded_memory() -> None:
     with DaemonClient(
         rogue("a_line_without_end"), deadlines=Deadlines(20.0, silence_s=1.0, total_s=3.0, grace_s=0.5)

@@ -131,6 +131,7 @@ def telling(rng: np.random.Generator) -> np.ndarray:
     return rng.beta(12, 1, N) if rng.random() < 0.5 else rng.beta(1, 2, N)
 
 
+@pytest.mark.slow
 def test_drafts_are_cut_where_the_drafter_is_not_sure() -> None:
     by_place, by_word = (Drafting(telling, lambda claim: claim) for _ in range(2))
     by_place.knows = False
@@ -138,6 +139,7 @@ def test_drafts_are_cut_where_the_drafter_is_not_sure() -> None:
     assert cut > 1.15 * plain and cut > 1.3
 
 
+@pytest.mark.slow
 def test_a_drafter_that_is_too_sure_of_itself_is_seen_through() -> None:
     """It says 0.9 of what is 0.6, and 0.99 of what is 0.95."""
     too_sure = Drafting(telling, lambda claim: claim**4)

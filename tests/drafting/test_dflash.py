@@ -83,6 +83,7 @@ def test_drafts_are_those_of_the_twin(tmp_path: Path, ops: ModuleType, arch: str
             made.give_back(ring)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", [PLAIN, WINDOWED, replace(PLAIN, window=300)], ids=["plain", "mixed", "300"])
 def test_a_ring_holds_the_window_and_the_block(tmp_path: Path, shape: Shape) -> None:
     tensors = written(tmp_path / "d.gguf", shape)

@@ -118,6 +118,7 @@ def test_hardly_any_run_takes_another_s_place() -> None:
     assert len(found) > 1500 and np.mean(found) > 0.99
 
 
+@pytest.mark.slow
 @settings(max_examples=150)
 @given(st.lists(texts, min_size=1, max_size=5), texts, st.integers(1, 20))
 def test_earlier_texts_are_looked_in_where_their_runs_are_longer(

@@ -195,6 +195,7 @@ fragments = st.sampled_from(
 )
 
 
+@pytest.mark.slow
 @given(st.lists(fragments | st.text(max_size=5), max_size=12).map("".join))
 @settings(max_examples=500, deadline=None)
 @example("password=[REDACTED:password]")

@@ -199,6 +199,7 @@ values = st.recursive(
 replaced = st.sampled_from(["origin", "fold", "blocks", "content", "message", "subtype", "isMeta"])
 
 
+@pytest.mark.slow
 @given(st.dictionaries(replaced, values), values)
 @settings(max_examples=100, deadline=None)
 def test_no_value_in_any_field_breaks_it(tmp_path_factory: pytest.TempPathFactory, fields: Record, value: Any) -> None:

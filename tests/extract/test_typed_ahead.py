@@ -143,6 +143,7 @@ moves = st.lists(
 )
 
 
+@pytest.mark.slow
 @given(moves=moves, named=st.booleans(), attached=st.sampled_from(["", "before", "after"]))
 @settings(max_examples=150, deadline=None)
 def test_any_interleaving_keeps_what_was_read_once(
@@ -186,6 +187,7 @@ def test_any_interleaving_keeps_what_was_read_once(
     assert session(home, *records) == expected
 
 
+@pytest.mark.slow
 @given(st.lists(st.sampled_from(["enqueue", "remove", "dequeue", "popAll", "clear", 5, None]), max_size=12), st.data())
 @settings(max_examples=100, deadline=None)
 def test_no_sequence_of_movements_breaks_it(

@@ -171,6 +171,7 @@ def test_what_the_programs_say() -> None:
     assert script_said("{}\n") == ([], []) and script_said("")[0]
 
 
+@pytest.mark.slow
 def test_a_wider_model(tmp_path: Path) -> None:
     out = tmp_path / "wide.gguf"
     widen(NANO, out, 50_000, 2)

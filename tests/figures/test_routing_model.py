@@ -55,6 +55,7 @@ def test_imposed_routing_misses_exactly_its_share(rate: float) -> None:
     assert np.array_equal(chosen, imposed(resident, 203, 6, rate, seed=9))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("recall", "precision"), [(0.83, 0.45), (0.6, 0.9), (1.0, 1.0)])
 def test_guesses_are_right_as_often_as_they_are_to_be(recall: float, precision: float) -> None:
     rng = np.random.default_rng(2)

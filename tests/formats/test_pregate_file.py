@@ -195,6 +195,7 @@ JSON = st.recursive(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=150)
 @given(data=st.data())
 def test_metadata_of_other_kinds_is_refused(folder, data):

@@ -142,6 +142,7 @@ def test_a_large_window_is_refused_in_little_memory(tmp_path: Path) -> None:
     assert peak_mib(code, tmp_path / "t") < 300
 
 
+@pytest.mark.slow
 def test_too_little_address_space_is_said(tmp_path: Path) -> None:
     """OpenBLAS sends its own process SIGINT where it cannot start its threads; so does this numpy."""
     (tmp_path / "numpy").mkdir()

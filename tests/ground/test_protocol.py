@@ -266,6 +266,7 @@ def test_bytes_that_are_not_utf8_are_replaced_in_events() -> None:
     assert protocol.parse_event(line) == protocol.Error(3, "failed", "caf\ufffd")
 
 
+@pytest.mark.slow
 def test_a_message_that_could_not_be_read_is_not_written() -> None:
     tokens = (protocol.TOKEN_END - 1,) * (protocol.MAX_LINE_BYTES // 10)
     with pytest.raises(RequestError, match="limit"):

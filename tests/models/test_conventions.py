@@ -174,6 +174,7 @@ def test_a_tensor_that_is_there_alone_and_fused_is_refused(tmp_path: Path) -> No
             logits(written(tmp_path / "x.gguf", "qwen3moe", {}, more))
 
 
+@pytest.mark.slow
 def test_a_vector_may_be_a_matrix_of_one_row(tmp_path: Path) -> None:
     """As converters write the gate of shared experts; the model's id, which profiles hold, is the same."""
     _, own = tiny("qwen35moe")

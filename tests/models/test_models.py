@@ -260,6 +260,7 @@ def refused(path: Path, metadata: dict[str, Any], tensors: dict[str, Any]) -> Sp
     return caught.value
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arch", models.known())
 def test_missing_and_misshapen_tensors_are_named(tmp_path: Path, arch: str) -> None:
     config, tensors = tiny(arch, 1)

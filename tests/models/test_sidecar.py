@@ -201,6 +201,7 @@ def test_one_that_is_cut_off(tmp_path: Path) -> None:
     assert why_not(options(model), UsageError).endswith("the file has no block that predicts further tokens")
 
 
+@pytest.mark.slow
 def test_tensors_that_are_missing_or_unknown(tmp_path: Path) -> None:
     model, path = apart(tmp_path, "qwen35")
     changed(path, **{"blk.4.attn_k.weight": None})
@@ -241,6 +242,7 @@ def test_auto_with_blocks_takes_one_that_is_there(tmp_path: Path, monkeypatch: p
         assert open_source(options(at, "off")).block is None
 
 
+@pytest.mark.slow
 def test_auto_with_blocks_leaves_out_what_cannot_be_had(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(draft_files, "AUTO_HAS_BLOCKS", True)
 
@@ -303,6 +305,7 @@ def test_auto_with_blocks_leaves_out_one_that_does_not_fit(tmp_path: Path, monke
 # --- by its header ------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_plan_has_the_block_as_the_models_file_would(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(probe, "probe", lambda: probe.Missing("none"))
     model, path = apart(tmp_path, "qwen35moe")

@@ -262,6 +262,7 @@ def test_a_row_depends_on_nothing_but_itself(device: Any, kv_type: str) -> None:
     same_bits(scene.run(device, q, sequence, positions), together)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kv_type", ["f16", "q8_0"])
 def test_rows_of_many_sequences_share_a_launch(device: Any, kv_type: str) -> None:
     device.n_sm, device.max_shared_bytes = 12, 227 << 10
@@ -312,6 +313,7 @@ def test_what_a_row_does_not_see_may_be_anything(device: Any, kv_type: str, H: i
         assert spoilt.sum() == (H * 96 if t == 0 else 0 if t > T // 2 else H * of_one)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kv_type", ["f16", "q8_0"])
 @pytest.mark.parametrize(
     ("H", "K", "head_dim", "window", "T"),
@@ -378,6 +380,7 @@ def test_blocks_that_are_not_there_are_passed_over(
         same_bits(scene.run(device, q[one], sequence[one], positions[one])[0], together[t])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kv_type", ["f16", "q8_0"])
 @pytest.mark.parametrize(
     ("H", "K", "head_dim", "T", "window"), [(8, 1, 64, 3, 0), (6, 2, 96, 1, 0), (4, 2, 384, 2, 0), (6, 3, 128, 5, 500)]
@@ -415,6 +418,7 @@ def test_a_row_that_sees_no_block_is_nan(device: Any) -> None:
     assert np.isnan(found[0]).all() and np.isfinite(found[1]).all()
 
 
+@pytest.mark.slow
 def test_rows_with_windows_far_apart(device: Any) -> None:
     scene = Scene(2, 1, 64, "f16", [800], 13)
     q, sequence, positions = scene.query(3), ints(0, 0, 0), ints(100, 799, 798)

@@ -43,6 +43,7 @@ def expected(weights: tuple[QTensor, ...], h: np.ndarray, x: np.ndarray) -> np.n
     return y
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("n_sm", [2, 132], ids=["blocks of 32 rows", "spread"])
 @pytest.mark.parametrize("F", [512, 768], ids=lambda F: f"F={F}")
 def test_rows_do_not_depend_on_their_number(device: Any, F: int, n_sm: int, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -217,6 +217,7 @@ def late_by(cpu: CpuExperts, seconds: float) -> Iterator[None]:
             releasing.join()
 
 
+@pytest.mark.slow
 def test_a_layer_waits_no_longer_than_behind_its_own_copies(device: Any) -> None:
     """Nobody waits for rows that are there before what the GPU copies itself; all that is later counts."""
     layer, table = Layer(device, 60, n_places=A), ((0, 0), (0, 32), (0, 0), (0, 0))
@@ -238,6 +239,7 @@ def test_a_layer_waits_no_longer_than_behind_its_own_copies(device: Any) -> None
         assert cpu.tally.total.divided == 4 and cpu.tally.total.waited_us == tally.total.waited_us
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("percent", [10, 40])
 def test_guesses_and_divided_experts_at_once(device: Any, percent: int) -> None:
     if device.name != "emulated":

@@ -227,6 +227,7 @@ def test_experts_with_large_activations(device: Any) -> None:
     assert np.abs(expected[3]).max() > 1e4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("tokens", "warps", "T"), [(64, 4, 67), (128, 4, 100), (128, 8, 100)])
 def test_experts_in_larger_tiles(device: Any, tokens: int, warps: int, T: int, monkeypatch: pytest.MonkeyPatch) -> None:
     make_room(device, warps)

@@ -41,6 +41,7 @@ def test_short_steps(
     assert np.isfinite(found[0]).all() and np.ptp(found[0]) > 0.1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", [case for case, (_, _, _, kv_type, _) in CASES.items() if "q4_0" in kv_type])
 def test_long_steps(device: Any, case: str) -> None:
     step = make_step(case)

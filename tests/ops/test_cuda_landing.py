@@ -186,6 +186,7 @@ def test_what_is_not_likely_enough_stays(device: Any) -> None:
     assert sum(fewer) > 0 and 0 < model.landing.counts().made < 3 * SLOTS * (L - FIRST_TARGET)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("percent", [10, 30, 60])
 @pytest.mark.parametrize("types", [(K4, K4, Q8), (Q8, K4, F16), (F16, F16, F16)], ids=["blocks", "mixed", "floats"])
 def test_bits_do_not_say_how_much_landed(device: Any, percent: int, types: Types) -> None:
@@ -253,6 +254,7 @@ def test_a_layer_that_has_routed_ends_what_it_does_not_miss(device: Any) -> None
     model.step()
 
 
+@pytest.mark.slow
 def test_steps_without_guesses_are_timed_too(device: Any) -> None:
     """In any order; what they leave in words that guesses go by does not matter to the next."""
     model, n = Model(device, 60), [0, 0]

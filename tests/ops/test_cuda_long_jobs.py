@@ -268,6 +268,7 @@ def test_threads_that_are_stopped_between_claims(device: Any) -> None:
         assert device.is_concurrent or n_cpus == n_free - 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("place", ["item", "claimed"])
 def test_a_job_that_is_never_answered_ends_the_step(device: Any, place: str) -> None:
     if device.is_concurrent:

@@ -125,6 +125,7 @@ def test_product(device: Any, products: Products, qtype: QType) -> None:
                     check(device.read(y), before + expected[rows])
 
 
+@pytest.mark.slow
 def test_product_of_a_ragged_float_row(device: Any, products: Products) -> None:
     w = matrix(QType.F16, 11, 77)
     for T in (1, 2, 33):

@@ -141,6 +141,7 @@ def test_equal_blocks_are_read_from_the_first_on(device: Any) -> None:
     assert np.flatnonzero(recall.chosen[0, 1]).tolist() == [0, 1, 2, 3, 4, 5, 12, 13, 14, 15]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kinds", "most", "leave", "way"),
     [
@@ -214,6 +215,7 @@ def chosen_alone(
     return most_read
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("group", "K", "d", "W"),
     [(1, 2, 23, 5), (3, 2, 44, 12), (5, 1, 20, 9), (16, 1, 264, 40), (12, 1, 512, 14), (9, 1, 130, 6), (8, 2, 256, 70)],

@@ -60,6 +60,7 @@ def run(layer: Layer, jobs: SeveralJobs, T: int, table: tuple[int, ...] = ALL, *
     return int(found(layer.step(T=T, **more)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("percent", [10, 30, 60])
 @pytest.mark.parametrize("claimed", ["all", "none", "some"])
 def test_bits_do_not_say_who_computed(device: Any, percent: int, claimed: str) -> None:

@@ -70,6 +70,7 @@ def test_rows_and_columns_of_odd_numbers(device: Any, T: int) -> None:
     check(case.run(ShortRows(T)), case.expected())
 
 
+@pytest.mark.slow
 def test_floats_in_parts(device: Any) -> None:
     """z of floats takes more than there is room for, and neither width is a multiple of 32."""
     case = Case(device, (QType.F32, QType.F32, QType.F16), 42, 61, 70)
@@ -77,6 +78,7 @@ def test_floats_in_parts(device: Any) -> None:
     check(case.run(ShortRows(70)), case.expected())
 
 
+@pytest.mark.slow
 def test_gelu_and_factors(device: Any) -> None:
     scale = np.random.default_rng(5).uniform(0.3, 3.0, E).astype(np.float32)
     case = Case(device, (Q8, Q8, QType.Q4_0), 64, 96, 45, activation="gelu", gate_scale=scale)

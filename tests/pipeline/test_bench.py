@@ -116,6 +116,7 @@ def test_break_even(n_tokens: int, cost: float, expected: float | None) -> None:
     assert break_even(n_tokens, cost) == (expected if expected is None else pytest.approx(expected, abs=1e-5))
 
 
+@pytest.mark.slow
 def test_a_model_without_a_tokenizer_gets_random_tokens(tmp_path: Path) -> None:
     model = write_tiny(tmp_path / "tiny.gguf")
     options = BenchOptions((50.0,), prompts=1, prompt_tokens=9, generate_tokens=2)
@@ -152,6 +153,7 @@ def test_settings_are_read_back() -> None:
         check_settings(replace(capped, device="cpu"), {**planned, "device": "cpu"})
 
 
+@pytest.mark.slow
 def test_a_residency_that_does_not_fit_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     real = replay.open_daemon
 
@@ -219,6 +221,7 @@ def test_stretches_of_imposed_routing_are_checked_exactly() -> None:
         stretches.check([999, 0, 0])
 
 
+@pytest.mark.slow
 def test_decode_driver(tmp_path: Path) -> None:
     shape = driving.shape_of(NANO)
     prompts = driving.Prompts(shape.n_vocab)
@@ -268,6 +271,7 @@ def test_some_kernels_are_compiled_to_be_late() -> None:
     assert made == [(module, "quantize"), (module, "quantize"), other, one]
 
 
+@pytest.mark.slow
 def test_the_recorded_step_is_matched_with_the_trace() -> None:
     device = FakeDevice()
     recorder = profile_step.Recorder(device, [[10, 20, 30], [40, 50, 60]])

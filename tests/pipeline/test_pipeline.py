@@ -148,6 +148,7 @@ def test_the_profile_carries_what_the_sessions_speak_for(evident: calibrate.Cali
     assert all(choice.misses < min(choice.lru, choice.static) * 1.02 for choice in choices)
 
 
+@pytest.mark.slow
 def test_the_engine_obeys_the_profile(evident: calibrate.CalibrateReport, tmp_path: Path) -> None:
     made, _ = profiles.load(evident.profile)
     chosen = replace(made.choices[-2], residency_pct=60.0, cache_fraction=0.25, memory=4)

@@ -206,6 +206,7 @@ def test_independent_tokens_repeat_by_chance(report):
         assert abs(recalls(report)["frequency", *pair][0] - CHANCE) < 0.1
 
 
+@pytest.mark.slow
 def test_shuffled_hidden_states_are_worth_nothing(tmp_path, model, model_id, data):
     hidden, experts, generated = data
     order = np.random.default_rng(0).permutation(len(hidden))
@@ -422,6 +423,7 @@ def test_a_router_chooses_what_the_engine_chooses(name, monkeypatch):
     loaded.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["qwen3moe", "qwen35moe", "laguna", "gemma4"])
 def test_every_family_from_its_own_trace_to_its_file_and_back(name, tmp_path):
     loaded = load(config(tiny_path(name), device="cpu"))

@@ -99,6 +99,7 @@ def write_trace(folder: Path, windows: Sequence[Window]) -> None:
             writer.append(window.session_id, position, window.generated, range(N_LAYER), experts, weights, None)
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=25)
 @given(lengths.filter(len), st.randoms(use_true_random=False))
 def test_what_is_chosen_by_does_not_depend_on_the_order_of_the_trace(

@@ -285,6 +285,7 @@ FRAGMENTS = [
 hostile = st.lists(st.sampled_from(FRAGMENTS), max_size=6).map("".join)
 
 
+@pytest.mark.slow
 @given(hostile, hostile, hostile, hostile, hostile)
 @settings(max_examples=150, deadline=None)
 def test_no_message_forges_a_control_token(

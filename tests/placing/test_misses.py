@@ -275,6 +275,7 @@ windows = st.tuples(
 )  # fmt: skip
 
 
+@pytest.mark.slow
 @given(st.sampled_from([COSTS, IN_ROWS]), st.lists(windows, max_size=12))
 def test_what_it_says_is_in_order(
     costs: Costs, made: list[tuple[int, int, int, float, float, float, list[tuple[float, float]], int]]
@@ -308,6 +309,7 @@ def test_what_a_fault_costs_is_bounded(fault: tuple[int, int], missed: tuple[int
     assert gate.state == "off for good" and lost_us < 100 * COSTS.pcie_us
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("costs", [COSTS, IN_ROWS])
 @pytest.mark.parametrize("missed", [(1,), (3,), (1, 2, 3, 4, 5), (1, 1, 1, 1, 2, 2, 3)])
 def test_what_late_answers_cost_is_bounded(costs: Costs, missed: tuple[int, ...]) -> None:

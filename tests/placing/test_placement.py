@@ -99,6 +99,7 @@ def test_greedy_takes_the_densest_next_expert_of_all_layers(table, floor, n_used
     assert found.slots_per_layer == tuple(slots)
 
 
+@pytest.mark.slow
 @settings(max_examples=100, deadline=None)
 @given(table=tables(), n_used=st.integers(0, 4), data=st.data())
 def test_the_sets_of_slots_are_those_that_budgets_buy(table, n_used, data):

@@ -183,6 +183,7 @@ def test_guesses_are_left_out_where_they_have_no_room() -> None:
     assert seen == {(False, False), (True, False), (False, True)}
 
 
+@pytest.mark.slow
 def test_weights_are_neither_read_nor_allocated(tmp_path: Path) -> None:
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     path = published_headers.write(tmp_path, "Qwen3.6-27B-Q4_K_M", n_vocab=400)[0]

@@ -243,6 +243,7 @@ PLANS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("vram", "host", "ctx", "expect", "pool", "resident"), PLANS)
 def test_auto_gives_experts_what_contexts_mostly_leave(
     outline: Path, monkeypatch: pytest.MonkeyPatch, vram: float, host: int, ctx: int, expect: int | None,
@@ -273,6 +274,7 @@ def test_pools_are_tokens_or_gib() -> None:
     )
 
 
+@pytest.mark.slow
 def test_the_smallest_pool_will_do(restless: dict[str, int]) -> None:
     path = model("qwen3moe")
     assert told(path, "cpu", str(least_pool(CHUNK, 2))) == told(path, "cpu", "auto")

@@ -87,6 +87,7 @@ def test_a_reused_prefix_has_the_bits_of_a_computed_one(model: Path) -> None:
     loaded.close()
 
 
+@pytest.mark.slow
 def test_prefixes_outlive_the_daemon_and_damaged_files_do_no_harm(
     model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -467,6 +467,7 @@ def test_a_process_that_ends_is_started_again(made: Running) -> None:
     assert events(made.http.post("/v1/chat/completions", json=large | {"stream": True}))
 
 
+@pytest.mark.slow
 def test_a_process_that_has_ended_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bodies, "_BOOT", bodies._BOOT.replace("bodies.work", "bodies._IDLE_S = 0.5; bodies.work"))
     aside = bodies._Aside()

@@ -244,6 +244,7 @@ def cpu_s(pid: int) -> float:
     return times.user + times.system
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(resource.getrlimit(resource.RLIMIT_NOFILE)[1] < 1300, reason="the hard limit is too low")
 def test_many_idle_connections_beside_a_request(tmp_path: Path) -> None:
     with served(tmp_path, *limited(256, hard=False)) as (process, url), contextlib.ExitStack() as stack:

@@ -140,6 +140,7 @@ def served(
             process.kill()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
 def test_a_signal_lets_replies_finish(tmp_path: Path, number: signal.Signals) -> None:
     with served(tmp_path) as (process, url):
@@ -235,6 +236,7 @@ def test_replies_that_are_cut_off_say_so(tmp_path: Path, twice: bool) -> None:
         assert events(answers[path, True])[-1]["error"]["message"] == said
 
 
+@pytest.mark.slow
 def test_a_server_that_is_to_ignore_hangups_does(tmp_path: Path) -> None:
     with served(tmp_path, "nohup") as (process, url):
         process.send_signal(signal.SIGHUP)

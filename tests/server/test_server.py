@@ -568,6 +568,7 @@ def test_logs_say_how_much_but_never_what(fast: Running, caplog: pytest.LogCaptu
     fast.ask("the daemon is needed again")
 
 
+@pytest.mark.slow
 def test_what_was_learned_is_saved_now_and_then(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server, "_SAVE_EVERY_S", 0.05)
     path = tmp_path / "profile"

@@ -230,6 +230,7 @@ NUMBERS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", sorted(NUMBERS))
 def test_numbers(served: Running, path: str) -> None:
     """Whatever a number is, the request is answered, or refused by the field's name."""
@@ -254,6 +255,7 @@ def test_numbers(served: Running, path: str) -> None:
     assert answers[200] > 10 and answers[400] > 10, answers
 
 
+@pytest.mark.slow
 @settings(max_examples=300, deadline=None)
 @given(st.dictionaries(st.sampled_from(COMMON), NUMBER, max_size=4), st.randoms(use_true_random=False))
 def test_numbers_that_are_accepted_can_be_computed_with(given_: dict[str, Any], random: Any) -> None:

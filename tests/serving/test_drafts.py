@@ -79,6 +79,7 @@ def counted(engine: Engine) -> object:
     return counts
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("residency", [10, 60, 100])
 @pytest.mark.parametrize("arch", models.known())
 def test_forced_drafts_change_no_token_and_no_count(opened: Open, arch: str, residency: int) -> None:
@@ -297,6 +298,7 @@ def eager(engine: Engine, source: str = "dflash") -> None:
         gate.costs(1, sampled).note_plain(0.001, 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arch", ["qwen3moe", "qwen35moe"])
 def test_a_drafter_of_a_file_changes_no_token(opened: Open, tmp_path: Path, arch: str) -> None:
     plain = opened(arch=arch, draft="off")

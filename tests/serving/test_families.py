@@ -95,6 +95,7 @@ def alone(engine: Engine, requests: list[Generate]) -> dict[int, list[Any]]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("backend", "arch"), FEWER)
 def test_choices_say_what_they_would_alone_and_their_prompt_is_read_once(
     opened: Open, backend: str, arch: str

@@ -197,6 +197,7 @@ def test_idle_time_makes_what_was_decoded_exact(
     assert engine.stats()["tokens"]["reused"] == reused
 
 
+@pytest.mark.slow
 def test_a_server_that_is_busy_does_no_idle_work(opened: Open) -> None:
     """On a host that is taken for inexact: what idle time would read, when, and that a request ends it."""
     engine = opened()

@@ -249,6 +249,7 @@ def test_a_request_cancelled_among_others_leaves_them_alone(engine: Engine, vict
     assert tokens_of(events, 3 - victim) == expected
 
 
+@pytest.mark.slow
 def test_scores_are_log_probabilities_of_the_model(engine: Engine, model: Path) -> None:
     marks = tuple(i % 3 == 0 for i in range(61))
     engine.submit(Score(1, PROMPT, generated=marks, logprobs=True))

@@ -417,6 +417,7 @@ time.sleep(0.1)
 """
 
 
+@pytest.mark.slow
 def test_a_host_whose_daemon_was_killed_ends_in_silence() -> None:
     done = subprocess.run([sys.executable, "-c", HOST_THAT_ENDS], capture_output=True, text=True, timeout=30)
     assert done.returncode == 0 and done.stderr == "", done.stderr

@@ -407,6 +407,7 @@ JUNK = st.recursive(
 )  # fmt: skip
 
 
+@pytest.mark.slow
 @settings(max_examples=200)
 @given(
     schema=st.dictionaries(st.sampled_from(["type", "properties", "$ref", "required"]), JUNK),

@@ -78,6 +78,7 @@ ANY_NUMBER = WHOLE | WHOLE.map(float) | st.integers(-9, 9)
 KEYS = st.sampled_from(["minimum", "exclusiveMinimum", "maximum", "exclusiveMaximum"])
 
 
+@pytest.mark.slow
 @settings(max_examples=400)
 @given(bounds=st.dictionaries(KEYS, ANY_NUMBER, min_size=1), kind=st.sampled_from(["integer", "number"]), n=WHOLE)
 def test_bounds_move_inwards_and_no_further_than_they_must(bounds: dict[str, Any], kind: str, n: int) -> None:
@@ -194,6 +195,7 @@ def test_no_number_is_an_exclusive_bound(
         assert [text for text in invalid if found.accepts(text)] == []
 
 
+@pytest.mark.slow
 @settings(max_examples=100, deadline=None)
 @given(bounds=st.dictionaries(KEYS, SOME | st.integers(-3, 3), min_size=1), near=SOME)
 def test_numbers_at_a_bound_are_inside_it(bounds: dict[str, Any], near: float, vocabulary: Vocabulary) -> None:

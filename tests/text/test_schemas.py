@@ -288,6 +288,7 @@ def test_a_diamond_is_as_large_as_it_is_written(keyword: str, vocabulary: Vocabu
         assert judge.accepts('{"x":1}') and not judge.accepts('{"y":1}')
 
 
+@pytest.mark.slow
 def test_wide_and_long_schemas_take_their_size(vocabulary: Vocabulary) -> None:
     began_s = time.process_time()
     n = 3000

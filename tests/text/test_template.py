@@ -160,6 +160,7 @@ messages_strategy = st.lists(
 )
 
 
+@pytest.mark.slow
 @given(messages_strategy, st.booleans())
 @settings(max_examples=60, deadline=None)
 def test_any_conversation_renders_as_in_transformers(messages: list[dict[str, Any]], prompt: bool) -> None:
@@ -319,6 +320,7 @@ def tokenizer() -> GemmaTokenizer:
     return GemmaTokenizer(bos_token="<s>", eos_token="</s>")
 
 
+@pytest.mark.slow
 @given(st.data())
 @settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
 def test_families_render_any_conversation_as_in_transformers(data: st.DataObject) -> None:
