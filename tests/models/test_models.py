@@ -99,7 +99,7 @@ def test_the_oracle_equals_float64_loops() -> None:
     [*((name, "f16") for name in (*models.known(), "gemma4-ragged")), ("qwen3moe", "q8_0"), ("laguna", "q8_0,q4_0")],
 )
 def test_cpu_equals_the_twin_bit_for_bit(name: str, kv_type: str) -> None:
-    cpu, twin = (loaded_for(tiny_path(name, small=True), device, kv_type=kv_type) for device in ("cpu", "reference"))
+    cpu, twin = (loaded_for(tiny_path(name), device, kv_type=kv_type) for device in ("cpu", "reference"))
     chunks = [57, 1, 12] if name == "qwen3moe" else [19, 1, 6]
     logits, experts = run(cpu, TOKENS[: sum(chunks)], chunks)
     twin_logits, twin_experts = run(twin, TOKENS[: sum(chunks)], chunks)
