@@ -1,5 +1,8 @@
-// The choice of experts for one row by one warp, and their weights; route.cu has the macros. Twin: `route` of
-// engine/ops/reference.py.
+// The choice of experts for one row by one warp, and their weights. Twin: `route` of engine/ops/reference.py.
+//
+// -DEXPERTS=E (<= 512), -DUSED=A (<= 16, <= E).
+// -DSIGMOID=1: scores are sigmoids of the logits, else probabilities. -DBIAS=1: the choice is by scores plus bias [E].
+// -DSCALED=1: weights are multiplied by `scale`, then by expert_scale [E] where it is given.
 #pragma once
 
 #include "arithmetic.cuh"
@@ -124,11 +127,9 @@ struct Pick {
     float logit, top, of_all; // of the expert; largest of the row, and sum over it, where the weights take them
 };
 
-// One row by one warp. x, bias: load_row's. picked [USED]: shared memory, gets the experts.
-DEVICE Pick pick_row(const float* logits, const float (&x)[PER_LANE], const float (&bias)[PER_LANE], const i32* imposed,
-                     int lane, i32* picked) {
-    u32 order[PER_LANE], mine = 0; // of what this lane's experts are chosen by; of the one of rank `lane`
-    Pick pick = {0, 0.0f, 0.0f, 0.0f};
+// What a lane's experts are chosen by, the larger the sooner. x, bias: load_row's. Of a biased softmax `pick` gets its parts.
+DEVICE void order_row(const float* logits, const float (&x)[PER_LANE], const float (&bias)[PER_LANE], int lane,
+                      u32 (&order)[PER_LANE], Pick& pick) {
 #pragma unroll
     for (int j = 0; j < PER_LANE; j++)
         order[j] = lane * PER_LANE + j < EXPERTS ? order_of(x[j]) : 0;
@@ -142,6 +143,28 @@ DEVICE Pick pick_row(const float* logits, const float (&x)[PER_LANE], const floa
             const float score = SIGMOID ? sigmoid(x[j]) : exponential(x[j] - pick.top) / pick.of_all;
             order[j] = lane * PER_LANE + j < EXPERTS ? order_of(BIAS ? score + bias[j] : score) : 0;
         }
+}
+
+// The expert that so many others are chosen before, by a warp.
+DEVICE i32 expert_of_rank(const u32 (&order)[PER_LANE], int rank, int lane) {
+    Queue queue(order);
+#pragma unroll 1
+    for (int a = 0;; a++) {
+        const u32 best = __reduce_max_sync(FULL_WARP, queue.best());
+        const int holder = __ffs((int)__ballot_sync(FULL_WARP, queue.best() == best)) - 1; // ties go to the lower lane
+        if (a == rank)
+            return __shfl_sync(FULL_WARP, lane * PER_LANE + queue.place(), holder);
+        if (lane == holder)
+            queue.pop();
+    }
+}
+
+// One row by one warp. x, bias: load_row's. picked [USED]: shared memory, gets the experts.
+DEVICE Pick pick_row(const float* logits, const float (&x)[PER_LANE], const float (&bias)[PER_LANE], const i32* imposed,
+                     int lane, i32* picked) {
+    u32 order[PER_LANE], mine = 0; // of the expert of rank `lane`
+    Pick pick = {0, 0.0f, 0.0f, 0.0f};
+    order_row(logits, x, bias, lane, order, pick);
     if (imposed) {
         if constexpr (!BIAS && !SIGMOID)
             pick.top = largest_of(order);

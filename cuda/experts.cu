@@ -21,6 +21,8 @@
 //   FOUND            in down_one 1: there are several tokens, whose records are looked for among the pairs
 //   Z_ROWS           32, or with DOWN_FLOAT a smaller multiple of ROWS * WARPS: few rows on many multiprocessors
 //   APART            1: gated in place of the other two; four elements a thread
+//   SETTLES          1: the first block of gate_up, whose grid has a row more, chooses the experts; the others choose by themselves
+//                    (settled.cuh, known.cuh), and down_one waits for the active table
 //   WEIGHTED         in gate_up_dense 1: products are multiplied by gate_scale and up_scale
 //   BESIDE           1: the grid has one record more
 //   SHARED           the record's copiers, in gate_up_dense one more block, in gated T, make row_scale
@@ -35,6 +37,8 @@
 
 #include "divided.cuh"
 #include "landing.cuh"
+
+#include "joined.cuh"
 
 #if GUESSES
 #define LANDING , u64* landing_words, u64* landing_set, i32 most_units, u8* landing, i64 slot_bytes, i64 up_at, i64 down_at
@@ -133,7 +137,7 @@ KERNEL __launch_bounds__(WARPS * WARP, 2)
     gate_up(const u8* active, const i32* n_active, const i32* pairs, i32 n_used, i32 F, const float* x, const i8* q,
             const float* d, const i32* sums, float* z, i8* zq, float* zd, i32* zsums, const u8* beside_gate,
             const u8* beside_up, i32 n_tokens, const u8* shared_gate, const float* h, float* row_scale, i32 copiers,
-            i64 down_bytes, i32 stage_bytes, const float* gate_scales JOB_BANK LANDING) {
+            i64 down_bytes, i32 stage_bytes, const float* gate_scales JOB_BANK LANDING CHOICE) {
 #endif
     constexpr i32 GATE_BYTES = row_bytes_of(GATE, COLS), UP_BYTES = row_bytes_of(UP, COLS);
     // All of a row of activations is in registers, straight from global memory.
@@ -154,14 +158,37 @@ KERNEL __launch_bounds__(WARPS * WARP, 2)
     const u8* const gate = gate_matrix + (i64)row0 * GATE_BYTES;
     const u8* const up = up_matrix + (i64)row0 * UP_BYTES;
 #else
-    if ((i32)blockIdx.y >= copiers)
+    const i32 block = (i32)blockIdx.y - SETTLES; // of a record's blocks
+    const bool beside = BESIDE && blockIdx.x + 1 == gridDim.x;
+#if SETTLES
+    const Route route = ROUTE_ARGUMENTS;
+    if (block < 0) {
+        if (blockIdx.x == 0)
+            settle_step(*(Step*)shared, route, true);
+        return;
+    }
+    Known& known = *(Known*)shared;
+    if (!beside) {
+        load_tables(known, route);
+        __syncthreads();
+    }
+#endif
+    if (block >= copiers)
         fill_grids<GATE, UP>();
     dependency_wait_first(); // down_one reads the table before it waits
-    const bool beside = BESIDE && blockIdx.x + 1 == gridDim.x;
     ActiveExpert record = {{beside_gate, beside_up}, {}, -1, 0, 1, 0};
     if (!beside) {
         __shared__ u64 words[RECORD_WORDS];
+#if SETTLES
+        if (warp == 0 && !own_record(words, known, route, blockIdx.x, lane)) {
+            if (lane == 0)
+                await_settled(route.settled);
+            __syncwarp();
+            fetch_record(words, active, n_active, blockIdx.x, lane);
+        }
+#else
         fetch_record(words, active, n_active, blockIdx.x, threadIdx.x);
+#endif
         __syncthreads();
         if (!read_record(words, record))
             return;
@@ -173,11 +200,11 @@ KERNEL __launch_bounds__(WARPS * WARP, 2)
         __shared__ i32 whose;
         const LayerJob job(jobs, job_place(record.job));
         const i32 units = job_units(record.job), asking = units ? copiers + job_first(record.job, F) : 0;
-        if (blockIdx.y == 0)
+        if (block == 0)
             hand_over(job, jobs, record, global_input(x, q, d, sums), bank,
                       WEIGHTED ? gate_scales[record.expert] : 1.0f, F);
-        if ((i32)blockIdx.y >= asking) {
-            const bool asks = (i32)blockIdx.y == asking;
+        if (block >= asking) {
+            const bool asks = block == asking;
             if (threadIdx.x == 0) {
                 // A job is claimed when those before it leave somebody time, so its bound is as many times longer.
                 const u64 bound_ns = load_fresh(jobs + JOBS_BOUND_NS) * (u64)job_place(record.job), begin = clock_ns();
@@ -190,7 +217,7 @@ KERNEL __launch_bounds__(WARPS * WARP, 2)
                     if (units)
                         jobs[JOBS_ANSWERED_NS] = 0;
 #if GUESSES
-                    atomicAdd(landing_words + LANDING_BUSY, (u64)(units ? units : gridDim.y));
+                    atomicAdd(landing_words + LANDING_BUSY, (u64)(units ? units : gridDim.y - SETTLES));
 #endif
                 }
                 if (asks)
@@ -219,12 +246,12 @@ KERNEL __launch_bounds__(WARPS * WARP, 2)
     if (record.job < 0 && slot < LANDING_SLOTS) {
         __shared__ i32 landed;
         if (threadIdx.x == 0) {
-            landed = take_unit({landing_set, most_units}, slot, blockIdx.y);
-            const i64 of_down = min(share, down_bytes - (i64)blockIdx.y * share);
-            const i64 of_rows = (i64)min(32, F - ((i32)blockIdx.y - copiers) * 32) * (GATE_BYTES + UP_BYTES);
+            landed = take_unit({landing_set, most_units}, slot, block);
+            const i64 of_down = min(share, down_bytes - (i64)block * share);
+            const i64 of_rows = (i64)min(32, F - (block - copiers) * 32) * (GATE_BYTES + UP_BYTES);
             if (landed)
                 atomicAdd(landing_words + LANDING_TAKEN,
-                          (u64)((i32)blockIdx.y < copiers ? max((i64)0, of_down) : of_rows));
+                          (u64)(block < copiers ? max((i64)0, of_down) : of_rows));
         }
         __syncthreads();
         if (landed) {
@@ -233,21 +260,21 @@ KERNEL __launch_bounds__(WARPS * WARP, 2)
         }
     }
 #endif
-    if ((i32)blockIdx.y < copiers) {
+    if (block < copiers) {
 #if GUESSES
         if (record.target[2] && record.job < 0 && slot < LANDING_SLOTS) {
-            const i64 at = blockIdx.y * share;
+            const i64 at = block * share;
             copy_part(record.target[2] + at, record.source[2] + at, min(share, down_bytes - at), 0, 1);
         } else
 #endif
         if (record.target[2])
-            copy_part(record.target[2], record.source[2], down_bytes, blockIdx.y, copiers);
+            copy_part(record.target[2], record.source[2], down_bytes, block, copiers);
 #if GUESSES
         has_crossed();
 #endif
 #ifdef SHARED
         if (beside)
-            for (i32 t = blockIdx.y; t < n_tokens; t += copiers) {
+            for (i32 t = block; t < n_tokens; t += copiers) {
                 __syncthreads(); // of the row before
                 shared_scale((float*)shared, shared_gate, h + (i64)t * COLS, row_scale + t);
             }
@@ -258,7 +285,7 @@ KERNEL __launch_bounds__(WARPS * WARP, 2)
 #endif
         return;
     }
-    const i32 row0 = (blockIdx.y - copiers) * 32, rows = min(32, F - row0);
+    const i32 row0 = (block - copiers) * 32, rows = min(32, F - row0);
     const u8* const gate = own_rows(record.source[0], record.target[0], (i64)row0 * GATE_BYTES, rows * GATE_BYTES);
     const u8* const up = own_rows(record.source[1], record.target[1], (i64)row0 * UP_BYTES, rows * UP_BYTES);
     if (record.target[0] || record.target[1]) {
@@ -414,89 +441,13 @@ DEVICE void find_records(i32 (&places)[USED], const u8* active, i32 n_active, co
     }
 }
 
-#if JOBS
-// What the first block has seen of a rank's job. job: as in its record, 0: the rank has none; of_cpu: all of it.
-struct JobSeen {
-    i32 job, of_cpu;
-    u64 waited_ns, known_ns;
-};
-
-// By one thread of the first block, of all ranks: count, and tell the host. What it reads before the token that the step
-// draws is of this step, as that comes from a later kernel. A layer that misses nothing else has waited since the post:
-// its first half had nothing to wait for but the claim. For a divided expert it has waited since the last of its own copies.
-DEVICE void note_jobs(u64* words, const JobSeen (&seen)[USED]) {
-    i32 any = 0;
-    bool divided = false;
-    for (i32 a = 0; a < USED; a++) {
-        any |= seen[a].job;
-        divided |= job_units(seen[a].job) > 0;
-    }
-    if (!any) // and nothing is read, which the end of the kernel would wait for
-        return;
-    const i64 at = job_part(any); // all of them are of one layer, and say the same
-    u64* const part = words + JOBS_PARTS + at;
-    volatile u64* const board = (volatile u64*)load_fresh(words + JOBS_BOARD);
-    u64 counts[N_PART]; // with what else is read here, so that one trip does
-#pragma unroll
-    for (i32 i = 0; i < N_PART; i++)
-        counts[i] = load_fresh(part + i);
-    const u64 posted = load_fresh(words + JOBS_POSTED_NS);
-    const bool alone = load_fresh(words + JOBS_ALONE);
-    u64 done = 0, longest = 0;
-    for (i32 a = 0; a < USED; a++) {
-        if (!seen[a].job || !seen[a].of_cpu)
-            continue;
-        done++;
-        longest = max(longest, alone ? seen[a].known_ns - posted : seen[a].waited_ns);
-        if (job_place(seen[a].job) == 1 && seen[a].waited_ns) {
-            words[JOBS_TRIPS] += 1;
-            words[JOBS_TRIPS_NS] += seen[a].known_ns - posted;
-        }
-    }
-    // What is read where it lies is not noted, and before the post is of another layer.
-    const u64 answered = load_fresh(words + JOBS_ANSWERED_NS), own = max(posted, load_fresh(words + JOBS_OWN_NS));
-    part[PART_LAYERS] = counts[PART_LAYERS] += 1;
-    part[PART_DONE] = counts[PART_DONE] += done;
-    part[PART_WAITED_NS] = counts[PART_WAITED_NS] += longest + (divided && answered > own ? answered - own : 0);
-    board[BOARD_FAILED] = load_fresh(words + JOBS_FAILED);
-    board[BOARD_TRIPS] = words[JOBS_TRIPS];
-    board[BOARD_TRIPS_NS] = words[JOBS_TRIPS_NS];
-    board[BOARD_OVERS] = load_fresh(words + JOBS_OVERS);
-    board[BOARD_OVERS_NS] = load_fresh(words + JOBS_OVERS_NS);
-#pragma unroll
-    for (i32 i = 0; i < N_PART; i++)
-        board[BOARD_PARTS + at + i] = counts[i];
-}
-
-// Rows from row0 on of what the CPU computed, by a warp. The first block asks for the answer and tells the others: hundreds
-// that asked over PCIe would take a good part of the link.
-DEVICE void fetch_result(const LayerJob& job, u64* words, i32 row0, i32 D, float* ys, JobSeen& seen) {
-    const i32 lane = threadIdx.x % WARP;
-    i32 state = SPARK_JOB_CLAIMED;
-    if (lane == 0 && blockIdx.x == 0) {
-        const bool done = await_done(job.record, job.number, load_fresh(words + JOBS_PATIENCE_NS), seen.waited_ns);
-        seen.known_ns = clock_ns();
-        state = done ? SPARK_JOB_DONE : NEVER_ANSWERED;
-        if (!done)
-            words[JOBS_FAILED] = job.number;
-        job.tell(state);
-    } else if (lane == 0) {
-        state = job.heard(SPARK_JOB_CLAIMED);
-    }
-    state = __shfl_sync(FULL_WARP, state, 0);
-    __syncwarp(); // what the first lane has seen, the others see
-    const u64 outputs = load_fresh(words + JOBS_OUTPUTS), each = load_fresh(words + JOBS_OUTPUT_BYTES);
-    const volatile float* const y = (const volatile float*)(outputs + job.place * each);
-    if (lane < UNITS * ROWS)
-        ys[lane] = state == SPARK_JOB_DONE && row0 + lane < D ? y[row0 + lane] : 0.0f;
-}
-#endif
+#include "answers.cuh"
 
 // The bound: as many blocks as a multiprocessor gets of two tokens' (experts.py), which is then one round of them.
 KERNEL __launch_bounds__(RANKS * WARP, FOUND ? 32 / RANKS : 0)
     down_one(const u8* active, const i32* n_active, const i32* pairs, const float* weights, i32 D, const float* z,
              const i8* zq, const float* zd, const i32* zsums, float* x, i32 add, const u8* beside,
-             const float* row_scale, i32 stage_bytes JOB_WORDS) {
+             const float* row_scale, i32 stage_bytes JOB_WORDS CHOICE) {
     __shared__ float ys[RANKS][UNITS * ROWS], ws[RANKS];
     DYNAMIC_SHARED(u8, shared);
     const i32 lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
@@ -506,6 +457,9 @@ KERNEL __launch_bounds__(RANKS * WARP, FOUND ? 32 / RANKS : 0)
     constexpr bool IS_LATE = RANKS == USED || FOUND; // ptx.cuh
     if (!IS_LATE)
         dependency_release();
+#if SETTLES
+    meet_settled(settled);
+#endif
     // The source of the down part, its target, and whether there is such a record: as fetch_record, no more than needed.
     __shared__ u64 words[RANKS][3 + JOBS];
     i32 place = warp;

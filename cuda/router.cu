@@ -25,7 +25,7 @@ DEVICE float element(const T& row, i32 step) {
 #ifndef WARPS
 
 KERNEL __launch_bounds__(128) router(const float* x, const float* norm, float eps, const u8* gate, i32 E, float* h,
-                                     float* logits, i8* q, float* d, i32* sums) {
+                                     float* logits, i8* q, float* d, i32* sums, u64* settled) {
     const i32 lane = threadIdx.x % WARP, warp = blockIdx.x * (blockDim.x / WARP) + threadIdx.x / WARP;
     const i64 t = blockIdx.y;
     const u8* const weights = gate + (i64)min(warp, E - 1) * row_bytes_of(TYPE, D);
@@ -44,6 +44,8 @@ KERNEL __launch_bounds__(128) router(const float* x, const float* norm, float ep
         held_w[i] = element(ws, i);
     }
     dependency_wait();
+    if (settled && blockIdx.x == 0 && blockIdx.y == 0 && threadIdx.x == 0)
+        *settled = 0;
     const float4 four = four_of(quantizes ? x : nullptr, D, mine);
 #pragma unroll
     for (i32 i = 0; i < HELD; i++)
@@ -84,7 +86,7 @@ KERNEL __launch_bounds__(128) router(const float* x, const float* norm, float ep
 
 KERNEL __launch_bounds__(WARPS * WARP, 3)
     router_several(const float* x, const float* norm, float eps, const u8* gate, i32 E, float* h, float* logits, i8* q,
-                   float* d, i32* sums, i32 T) {
+                   float* d, i32* sums, u64* settled, i32 T) {
     DYNAMIC_SHARED(float, norms);
     __shared__ float scales[TOKENS];
     constexpr i32 PADDED = (D + 3) / 4 * 4;
@@ -100,6 +102,8 @@ KERNEL __launch_bounds__(WARPS * WARP, 3)
     for (i32 i = 0; i < HELD; i++)
         held_w[i] = element(ws, i);
     dependency_wait();
+    if (settled && blockIdx.x == 0 && blockIdx.y == 0 && threadIdx.x == 0)
+        *settled = 0;
     dependency_release(); // late: ptx.cuh
     for (i32 j = 0; j < n; j++)
         copy_floats(rows + j * PADDED, x + (i64)(t0 + j) * D, D);

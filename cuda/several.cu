@@ -22,6 +22,8 @@
 //   WARPS            of a block; 32 is a multiple of WARPS * ROWS
 //   PER_SM           of a multiprocessor at a time
 //   SHARED           the copiers make row_scale
+//   SETTLES          1, of two tokens: the first block of gate_up_several, whose grid has one more, chooses the experts; the others
+//                    choose by themselves (settled.cuh, known.cuh), and what comes behind waits for the active table
 //   JOBS             2: the last records may be the CPU's (several_jobs.cuh)
 //
 // Shared memory.
@@ -30,6 +32,8 @@
 //   combine_norm     8 * D
 #include "experts.cuh"
 #include "several_jobs.cuh"
+
+#include "joined.cuh"
 
 #if JOBS
 #define JOB_WORDS , u64* jobs, u64* several
@@ -92,24 +96,42 @@ KERNEL __launch_bounds__(WARPS * WARP, PER_SM)
     gate_up_several(const u8* active, const i32* n_active, const i32* pairs, i32 n_used, i32 F, const float* x,
                     const i8* q, const float* d, const i32* sums, float* z, i8* zq, float* zd, i32* zsums,
                     const u8* beside_gate, const u8* beside_up, i32 n_tokens, const u8* shared_gate, const float* h,
-                    float* row_scale, i32 copiers, i64 down_bytes, i32 stage_bytes, const float* gate_scales JOB_BANK) {
+                    float* row_scale, i32 copiers, i64 down_bytes, i32 stage_bytes, const float* gate_scales JOB_BANK CHOICE) {
     constexpr i32 GATE_BYTES = row_bytes_of(GATE, COLS), UP_BYTES = row_bytes_of(UP, COLS);
     __shared__ float gs[TOKENS][33], us[TOKENS][33];
     DYNAMIC_SHARED(u8, shared);
+    const i32 lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, block = (i32)blockIdx.x - SETTLES;
+#if SETTLES
+    const Route route = ROUTE_ARGUMENTS;
+    if (block < 0) {
+        settle_step(*(Step*)shared, route, true);
+        return;
+    }
+    Known& known = *(Known*)shared;
+    load_tables(known, route);
+    __syncthreads();
+#endif
     dependency_wait_first(); // down_several reads the table before it waits
-    const i32 lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, n_active_now = load_fresh(n_active);
-    if ((i32)blockIdx.x < copiers) {
+#if SETTLES
+    const bool knows = own_choice(known, route); // all that the block needs
+    if (!knows || (JOBS && block == 0))
+        meet_settled(route.settled);
+#else
+    constexpr bool knows = false;
+#endif
+    const i32 n_active_now = knows ? 0 : load_fresh(n_active);
+    if (block < copiers) {
 #if JOBS
-        const i32 n_jobs = (i32)load_fresh(several + SEVERAL_COUNT);
-        for (i32 place = 1 + blockIdx.x; place <= n_jobs; place += copiers)
+        const i32 n_jobs = knows ? 0 : (i32)load_fresh(several + SEVERAL_COUNT);
+        for (i32 place = 1 + block; place <= n_jobs; place += copiers)
             hand_over(jobs, several, place, record_word(active, n_active_now - n_jobs + place - 1), pairs, n_used, bank,
                       global_input(x, q, d, sums), gate_scales);
-        if (blockIdx.x == 0 && threadIdx.x == 0)
+        if (block == 0 && threadIdx.x == 0)
             tell_layer(several);
 #endif
-        copy_downs(active, n_active_now, down_bytes, blockIdx.x, copiers);
+        copy_downs(active, n_active_now, down_bytes, block, copiers);
 #ifdef SHARED
-        for (i32 t = blockIdx.x; t < n_tokens; t += copiers) {
+        for (i32 t = block; t < n_tokens; t += copiers) {
             __syncthreads(); // of the row before
             shared_scale((float*)shared, shared_gate, h + (i64)t * COLS, row_scale + t);
         }
@@ -117,18 +139,29 @@ KERNEL __launch_bounds__(WARPS * WARP, PER_SM)
         return;
     }
     // The expert that every token uses comes first: its blocks take as long as those of one token's several times over.
-    const i32 each = (F + 31) / 32, unit = blockIdx.x - copiers, expert = unit / each - BESIDE, row0 = unit % each * 32;
-    if (expert >= n_active_now)
+    const i32 each = (F + 31) / 32, unit = block - copiers, expert = unit / each - BESIDE, row0 = unit % each * 32;
+    if (!knows && expert >= n_active_now)
         return;
     const bool beside = BESIDE && expert < 0;
     u64 record;
+    __shared__ i32 own_pairs[2];
+    i32 mine = 0;
+#if SETTLES
+    if (knows && !beside) {
+        if (!own_record(record, mine, known, route.T * n_used, expert, lane))
+            return;
+        if (threadIdx.x < 2)
+            own_pairs[lane] = mine;
+    }
+    __syncthreads(); // the rows' memory is free
+#endif
     if (beside)
         record = lane == 0   ? (u64)beside_gate
                  : lane == 1 ? (u64)beside_up
                  : lane == 6 ? (u64)(u32)(n_tokens * n_used) << 32
                  : lane == 7 ? n_tokens
                              : 0;
-    else
+    else if (!knows)
         record = record_word(active, expert);
 
 #if JOBS
@@ -178,7 +211,7 @@ KERNEL __launch_bounds__(WARPS * WARP, PER_SM)
     issue(1);
     fill_grids<GATE, UP>();
     const Uses uses = uses_of(record);
-    const i32 own = beside ? lane : own_pair(pairs, uses) / n_used; // tokens
+    const i32 own = beside ? lane : (knows ? mine : own_pair(pairs, uses)) / n_used; // tokens
     Input input[KEPT];
     typename HeldOf<GATE>::Block held[KEPT][n_held(GATE, COLS)];
     auto take = [&](i32 i0) { // tokens of the expert's uses from the i0-th on
@@ -228,7 +261,9 @@ KERNEL __launch_bounds__(WARPS * WARP, PER_SM)
             copies_commit(); // groups of copies are counted
     }
     __syncthreads();
-    const auto pair_of = [&](i32 i) -> i64 { return beside ? uses.first + i : pairs[uses.first + i]; };
+    const auto pair_of = [&](i32 i) -> i64 {
+        return beside ? uses.first + i : knows ? own_pairs[i] : pairs[uses.first + i];
+    };
     store_z<WARPS>({gs, us, uses.count, rows}, {z, zq, zd, zsums, F}, pair_of, row0);
 }
 
@@ -275,7 +310,7 @@ DEVICE bool take_answer(const LayerJob& job, u64* jobs, u64* several, const Uses
 
 KERNEL __launch_bounds__(WARPS * WARP, PER_SM)
     down_several(const u8* active, const i32* n_active, const i32* pairs, i32 D, const float* z, const i8* zq,
-                 const float* zd, const i32* zsums, float* y, i32 stage_bytes JOB_WORDS) {
+                 const float* zd, const i32* zsums, float* y, i32 stage_bytes JOB_WORDS CHOICE) {
     constexpr i32 ROW_BYTES = row_bytes_of(DOWN, COLS);
     DYNAMIC_SHARED(u8, shared);
     const i32 lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
@@ -285,7 +320,10 @@ KERNEL __launch_bounds__(WARPS * WARP, PER_SM)
         dependency_release();
     u8* const base = shared + warp * (HeldRow<DOWN>::base_bytes() + STAGES * stage_bytes);
     u8* const stages = base + HeldRow<DOWN>::base_bytes();
-    // The table is complete since gate_up began.
+#if SETTLES
+    meet_settled(settled);
+#endif
+    // The table is complete since gate_up began, or now.
     const bool works = row0 < D && (i32)blockIdx.y < load_fresh(n_active);
     const u64 record = record_word(active, blockIdx.y);
     const Uses uses = uses_of(record);

@@ -44,9 +44,10 @@ extern "C" __attribute__((visibility("default")))
 const emulator::Entry* emulator_module() { return emulator_entries; }
 extern "C" __attribute__((visibility("default")))
 const char* emulator_launch(
-    int entry, const unsigned* grid, const unsigned* block, unsigned shared_bytes, void** args, void* stacks
+    int entry, const unsigned* grid, const unsigned* block, unsigned shared_bytes, void** args, void* stacks,
+    bool backwards
 ) {
-    return emulator::launch(emulator_entries[entry], grid, block, shared_bytes, args, stacks);
+    return emulator::launch(emulator_entries[entry], grid, block, shared_bytes, args, stacks, backwards);
 }
 extern "C" __attribute__((visibility("default")))
 int emulator_dependency_waits() { return emulator::n_dependency_waits; }
@@ -171,7 +172,8 @@ def _load(path: Path) -> tuple[Any, dict[str, tuple[int, str, int]]]:
     module.emulator_launch.restype = ctypes.c_char_p
     dims = ctypes.POINTER(ctypes.c_uint)
     pointers = ctypes.POINTER(ctypes.c_void_p)
-    module.emulator_launch.argtypes = [ctypes.c_int, dims, dims, ctypes.c_uint, pointers, ctypes.c_void_p]
+    more = pointers, ctypes.c_void_p, ctypes.c_bool
+    module.emulator_launch.argtypes = [ctypes.c_int, dims, dims, ctypes.c_uint, *more]
     entries = module.emulator_module()
     kernels = {}
     while (entry := entries[len(kernels)]).name:
@@ -267,7 +269,8 @@ class EmulatedKernel:
         def run(_keep: Any = values) -> None:
             with _LAUNCHING:
                 stacks = _stacks().ctypes.data
-                error = module.emulator_launch(index, grid_c, block_c, shared_bytes, pointers, stacks)
+                backwards = self.device.backwards
+                error = module.emulator_launch(index, grid_c, block_c, shared_bytes, pointers, stacks, backwards)
                 if error is not None:
                     raise EmulatorError(error.decode())
                 # Without, the kernel could end before the one ahead of it, and the one behind would not wait for that.
@@ -335,6 +338,7 @@ class EmulatedDevice:
     def __init__(self, n_sm: int = 5, arch: str = "sm_80", n_bytes: int = 4 << 30, effort: str = "-O1") -> None:
         self.name, self.compiler, self.is_concurrent = "emulated", "g++", False
         self.effort = effort
+        self.backwards = False  # the last block of a grid runs first
         self.arch = arch
         self.n_sm = n_sm
         self.max_shared_bytes = 99 * 1024

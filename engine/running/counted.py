@@ -111,6 +111,7 @@ def count(
     cached = config if block is None else WithBlock(config)
     homes = KVCache(kv, cached, n_cached, kv_type, limits.max_tokens, limits.places, pool_tokens).home_bytes
     ws = ops.workspace(limits, device)
+    ws.join_choices()
     if weights.experts:
         ws.stream_experts(0, largest_parts(weights.experts))
     forward = Forward(

@@ -296,17 +296,19 @@ static void signal_handler(int number, siginfo_t* info, void*) {
     siglongjmp(on_signal, 1);
 }
 
-static bool run_grid(const unsigned* grid, unsigned shared_bytes) {
+static bool run_grid(const unsigned* grid, unsigned shared_bytes, bool backwards) {
     if (sigsetjmp(on_signal, 1)) return false;
-    for (blockIdx.z = 0; blockIdx.z < grid[2]; blockIdx.z++)
-        for (blockIdx.y = 0; blockIdx.y < grid[1]; blockIdx.y++)
-            for (blockIdx.x = 0; blockIdx.x < grid[0]; blockIdx.x++)
-                if (!run_block(shared_bytes)) return false;
+    const unsigned n = grid[0] * grid[1] * grid[2];
+    for (unsigned i = 0; i < n; i++) {
+        const unsigned block = backwards ? n - 1 - i : i;
+        blockIdx = {block % grid[0], block / grid[0] % grid[1], block / grid[0] / grid[1]};
+        if (!run_block(shared_bytes)) return false;
+    }
     return true;
 }
 
 const char* launch(const Entry& entry, const unsigned* grid, const unsigned* block, unsigned shared_bytes, void** args,
-                   void* stack_memory) {
+                   void* stack_memory, bool backwards) {
     static char signal_stack[64 << 10];
     message[0] = 0;
     failed = false;
@@ -329,7 +331,7 @@ const char* launch(const Entry& entry, const unsigned* grid, const unsigned* blo
     const int signals[] = {SIGSEGV, SIGBUS, SIGFPE, SIGILL};
     sigaltstack(&stack, &old_stack);
     for (int i = 0; i < 4; i++) sigaction(signals[i], &action, &old[i]);
-    bool ok = run_grid(grid, shared_bytes);
+    bool ok = run_grid(grid, shared_bytes, backwards);
     for (int i = 0; i < 4; i++) sigaction(signals[i], &old[i], nullptr);
     sigaltstack(&old_stack, nullptr);
     return ok ? nullptr : message;

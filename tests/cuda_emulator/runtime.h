@@ -139,9 +139,9 @@ struct Entry {
 };
 
 // Runs a whole grid; the error message, null if there is none. stack_memory: STACK_BYTES a thread, for 1024 threads;
-// all modules use the same.
+// all modules use the same. backwards: the last block first.
 const char* launch(const Entry& entry, const unsigned* grid, const unsigned* block, unsigned shared_bytes, void** args,
-                   void* stack_memory);
+                   void* stack_memory, bool backwards);
 
 }  // namespace emulator
 

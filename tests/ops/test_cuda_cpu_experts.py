@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -30,6 +31,7 @@ def whole(*n: int) -> Table:
     return tuple((experts, 0) for experts in n)
 
 
+GATING = Gating()
 ALL = whole(*range(A + 1))
 
 
@@ -63,6 +65,7 @@ class Layer:
         host.slot_of[0, :n_slots] = host.expert_of[:] = np.arange(n_slots)
         host.heat[0, : n_slots - 1] = 1 << 21  # a use is 1 << 16: what misses enters the last slot, and later others
         self.host, self.state = host, on_device(device, host)
+        self.joins: bool | None = None  # the choice is made where the experts are read; None: in every other step
         self.rng, self.jobs, self.divided = np.random.default_rng(percent), 0, 0  # jobs that there have to be, so far
         self.parts = [[0, 0] for _ in range(A + 1)]  # layers that have some, and jobs, by how many are missed
 
@@ -81,9 +84,12 @@ class Layer:
         yield made
         made.close()
 
-    def step(self, T: int = 1, division: Table = ALL, shared: Any = None, compare: bool = True) -> I32:
+    def step(
+        self, T: int = 1, division: Table = ALL, shared: Any = None, compare: bool = True, gating: Gating = GATING
+    ) -> I32:
         """One, compared with the twin; what it chose."""
         device, rng, D = self.device, self.rng, self.bank.D
+        self.ws.routing.joins = not self.ws.routing.joins if self.joins is None else self.joins
         logits = rng.standard_normal((T, E)).astype(np.float32)
         h, x = normal(T, D, seed=int(rng.integers(1 << 30))), normal(T, D, seed=5)
         counted = np.ones(T, np.uint8)
@@ -91,13 +97,16 @@ class Layer:
         want_fetches = Fetches(np.zeros((E, 3), np.int32), np.zeros(1, np.int32))
         resident = self.host.slot_of[0] >= 0
         made = (want, want_weights, want_fetches)
-        arguments = (logits, Gating(), self.host, self.experts(self.host), counted, policy.DEFAULT, *made)
+        arguments = (logits, gating, self.host, self.experts(self.host), counted, policy.DEFAULT, *made)
         reference.route(None, *arguments)  # type: ignore[arg-type]
         experts, weights = device.empty((T, A), np.int32), device.empty((T, A), np.float32)
         fetches = Fetches(device.empty((E, 3), np.int32), device.empty(1, np.int32))
+        arrays = {name: getattr(gating, name) for name in ("bias", "expert_scale")}
+        there = replace(gating, **{name: None if a is None else device.upload(a) for name, a in arrays.items()})
         on_it, bank = device.upload(x), self.experts(self.state)
+        device.write(self.ws.routing.settled, np.zeros(1, np.uint64))  # as `router`
         ops.route(
-            self.ws, device.upload(logits), Gating(), self.state, bank, device.upload(counted), policy.DEFAULT, experts,
+            self.ws, device.upload(logits), there, self.state, bank, device.upload(counted), policy.DEFAULT, experts,
             weights, fetches,
         )  # fmt: skip
         beside = None if shared is None else uploaded(device, shared)

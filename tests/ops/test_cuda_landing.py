@@ -131,6 +131,9 @@ class Model:
         experts, weights = device.empty((T, A), np.int32), device.empty((T, A), np.float32)
         fetches = Fetches(device.empty((E, 3), np.int32), device.empty(1, np.int32))
         on_it, bank = device.upload(x), self.experts(self.state, layer)
+        ws = self.ws
+        ws.routing.joins = not ws.routing.joins and not is_noop  # made where the experts are read in every other layer
+        device.write(ws.routing.settled, np.zeros(1, np.uint64))  # as `router` does
         ops.route(
             self.ws, device.upload(logits), Gating(), self.state, bank, device.upload(counted), policy.DEFAULT, experts,
             weights, fetches,

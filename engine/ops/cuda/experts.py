@@ -29,6 +29,7 @@ from engine.ops.cuda.products import (
     shared_input_bytes,
     stage_bytes,
 )
+from engine.ops.cuda.routing import Choice
 from engine.ops.cuda.several_jobs import SeveralJobs
 
 Norm = tuple[Array, float]  # weight [D] and epsilon
@@ -87,6 +88,7 @@ class SmallExperts:
         add: bool = True,
         beside: tuple[SharedExpert, Array] | None = None,
         then: Norm | None = None,
+        choice: Choice | None = None,
     ) -> Quantized | None:
         """x float32 [T, D] += the fold over ranks of weights [T, A] times each expert's output; or becomes it.
 
@@ -103,8 +105,9 @@ class SmallExperts:
         active_pairs = [active, n_active, pairs]
         n_records = min(active.shape[0], T * A)
         z = self.z_of(bank, T * A + (T if beside else 0))
-        self.gate_up(h, bank, A, active_pairs, n_records, z, beside)
-        return self.down(weights, bank, active_pairs, n_records, z, x, add, None if beside is None else beside[0], then)
+        settled = self.gate_up(h, bank, A, active_pairs, n_records, z, beside, choice)
+        shared = None if beside is None else beside[0]
+        return self.down(weights, bank, active_pairs, n_records, z, x, add, shared, then, settled)
 
     def z_of(self, bank: Experts, n_rows: int) -> Quantized | Array:
         """Scratch for the results of so many rows' first halves."""
@@ -121,8 +124,12 @@ class SmallExperts:
         n_records: int,
         z: Quantized | Array,
         beside: tuple[SharedExpert, Array] | None = None,
-    ) -> None:
-        """The first half: z of each pair, then of each token; `active` is the table, its length and the pairs."""
+        choice: Choice | None = None,
+    ) -> Array | None:
+        """The first half: z of each pair, then of each token; `active` is the table, its length and the pairs.
+
+        choice: of few tokens, which is made first or meanwhile; then `settled` is returned, which `down` waits for.
+        """
         down_float = bank.down_type in FLOAT_TYPES
         T = (h.q if isinstance(h, Quantized) else h).shape[0]
         if T == 1:
@@ -156,14 +163,23 @@ class SmallExperts:
             defines = (*defines, ("GUESSES", "1"))
             args += self.landing.units_of(bank)
         n_blocks, n_records = -(-bank.n_ff // Z_ROWS), n_records + (beside is not None)
+        if choice is not None and not choice.fits(shape.warps * WARP):
+            choice.launch()
+            choice = None
+        elif choice is not None:
+            defines = (*defines, *(d for d in choice.defines if d not in defines))
+            args += [*choice.args, choice.settled]
+            shared_bytes = max(shared_bytes, choice.shared_bytes)
+        settles = int(choice is not None)
         if T == 1:
-            kernel = self.device.kernel(Module("experts.cu", defines), "gate_up")
-            grid: int | tuple[int, int] = (n_records, copiers + n_blocks)
             shared_bytes = max(shared_bytes, _crowding(self.device, n_records * n_blocks))
+            kernel = self.device.kernel(Module("experts.cu", defines), "gate_up")
+            grid: int | tuple[int, int] = (n_records, settles + copiers + n_blocks)
         else:
             kernel = self.device.kernel(Module("several.cu", defines), "gate_up_several")
-            grid = copiers + n_records * n_blocks
+            grid = settles + copiers + n_records * n_blocks
         kernel(grid, shape.warps * WARP, args, shared_bytes, overlap=True)
+        return None if choice is None else choice.settled
 
     def down(
         self,
@@ -176,8 +192,12 @@ class SmallExperts:
         add: bool = True,
         beside: SharedExpert | None = None,
         then: Norm | None = None,
+        settled: Array | None = None,
     ) -> Quantized | None:
-        """The second half: x += the fold over ranks of weights times down z, or becomes it; `beside` is added last."""
+        """The second half: x += the fold over ranks of weights times down z, or becomes it; `beside` is added last.
+
+        settled: where the active table is only made by the kernel ahead.
+        """
         (T, A), D, F = weights.shape, bank.n_embd, bank.n_ff
         qtype = bank.down_type
         row = row_bytes(qtype, F, "down")
@@ -199,6 +219,9 @@ class SmallExperts:
             if self.cpu is not None and T == 1:
                 defines = (*defines, ("JOBS", "1"))
                 args.append(self.cpu.words)
+            if settled is not None:
+                defines = (*defines, ("SETTLES", "1"))
+                args.append(settled)
             module = Module("experts.cu", defines)
             blocks = -(-D // DOWN_ROWS)
             shared_bytes = max(n_warps * (each + stages * stage), _crowding(self.device, blocks * T))
@@ -213,6 +236,9 @@ class SmallExperts:
         if self.several is not None and T > 1:
             defines = (*defines, ("JOBS", "2"))
             args += self.several.of_experts
+        if settled is not None:
+            defines = (*defines, ("SETTLES", "1"))
+            args.append(settled)
         grid = (-(-D // (rows * stages * warps)), n_records)
         kernel = self.device.kernel(Module("several.cu", defines), "down_several")
         kernel(grid, warps * WARP, args, shared_bytes, overlap=True)

@@ -254,7 +254,7 @@ def router(ws: Workspace, x: Array, norm: Array, eps: float, gate: QTensor, h: A
     """The normed residual h [T, D] and the router's logits [T, E]; gate [E, D] of a float type."""
     ws.writes(logits)
     if x.shape[0] <= SMALL_TOKENS:
-        ws.prepare(h, ws.products.router(x, norm, eps, gate, h, logits))
+        ws.prepare(h, ws.products.router(x, norm, eps, gate, h, logits, ws.routing.settled))
     else:
         ws.prepare(h, ws.gemm.norm_to_halves(x, norm, eps, h))
         ws.gemm.float_product(gate, h, logits)
@@ -282,7 +282,8 @@ def route(
     imposed = None if ws.replay is None or not ws.replay.n_rows else ws.replay.imposed[layer]
     if T <= SMALL_TOKENS or s is None:
         r.route(
-            logits, gating, state, layer, counted, rule, experts, weights, fetches, ws.active_step, imposed
+            logits, gating, state, layer, counted, rule, experts, weights, fetches, ws.active_step, imposed,
+            may_join=not bank.poison,
         )  # fmt: skip
         return
     r.choose(logits, gating, experts, weights)
@@ -362,7 +363,7 @@ def expert_ffn(
         beside = (shared, h) if shared is not None and runs_beside(shared, bank) else None
         made = ws.small_experts(
             values, experts, weights, bank, r.active, r.n_active, r.pairs, x, add, beside,
-            then if shared is None else None,
+            then if shared is None else None, r.take(),
         )  # fmt: skip
         ws.writes(x)
         if made is not None and then is not None:

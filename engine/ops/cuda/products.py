@@ -254,8 +254,12 @@ class Products:
                 self._product(matrices, values[is_float], outputs, False, norm, enters=enters)
                 enters = ()
 
-    def router(self, x: Array, norm: Array, eps: float, gate: QTensor, h: Array, logits: Array) -> Quantized | None:
+    def router(
+        self, x: Array, norm: Array, eps: float, gate: QTensor, h: Array, logits: Array, settled: Array | None = None
+    ) -> Quantized | None:
         """The normed residual h [T, D] of x [T, D] and the logits [T, E] of gate [E, D], a float type.
+
+        settled: the word of settled.cuh, which becomes 0.
 
         Returns h in 8 bits (scratch), where T is at most 32 and D a multiple of 32.
         """
@@ -269,7 +273,8 @@ class Products:
             return None
         to = self._routed.rows(T, D) if D % 32 == 0 else None
         defines = (("TYPE", gate.qtype.name), ("COLS", str(D)))
-        args = (x, norm, eps, gate.data, E, h, logits, *((None,) * 3 if to is None else (to.q, to.d, to.sums)))
+        own = (None,) * 3 if to is None else (to.q, to.d, to.sums)
+        args = (x, norm, eps, gate.data, E, h, logits, *own, settled)
         units, row_bytes = E + -(-D // 128), 4 * (-(-D // 4) * 4)
         # Of a few tokens each warp makes the norm for itself sooner than a block's warps share one.
         most = min((self.device.max_shared_bytes - STATIC_SHARED) // row_bytes - 1, _router_tokens(T))

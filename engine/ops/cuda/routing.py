@@ -11,6 +11,8 @@ longer step gets `source`, where every expert is during the step, and its fetche
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 
 from engine.formats import block_types
@@ -26,6 +28,8 @@ MAX_EXPERTS = 512
 MAX_USED = 16
 ALIGN_BYTES = 256  # of the parts of an expert in staging memory
 BYPASS_PLACES = 16
+JOIN_TOKENS = 2  # of more the blocks come in several rounds, of which each repeats the choice
+Defines = tuple[tuple[str, str], ...]
 _COPY_THREADS = 512
 
 
@@ -44,6 +48,46 @@ def _tables(state: policy.SlotState) -> tuple[Array, ...]:
         state.slot_begin, state.slot_of, state.expert_of, state.heat, state.pinned, state.clock, state.counts,
         state.hits, state.misses, state.expert_ptr, state.home_ptr, state.slot_ptr,
     )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """A choice that is still to be made: by a block of the kernel that reads the experts, or by `launch`.
+
+    module, threads, args: of `route`. settled: by which those wait that read the active table meanwhile (settled.cuh).
+    n_tokens, n_expert, n_used: T, E and A.
+    """
+
+    device: Device
+    module: Module
+    threads: int
+    args: tuple[Argument, ...]
+    settled: Array
+    n_tokens: int
+    n_expert: int
+    n_used: int
+
+    def fits(self, threads: int) -> bool:
+        """Whether a block of so many threads can make it."""
+        return threads >= max(self.n_expert, self.n_tokens * self.n_used)
+
+    @property
+    def defines(self) -> Defines:
+        """What is defined for the kernel that reads the experts."""
+        return (*self.module.defines, ("RECENT_TOKENS", str(self._most)), ("SETTLES", "1"))
+
+    @property
+    def shared_bytes(self) -> int:
+        """What its blocks need at least: CHOICE_BYTES of settle.cuh."""
+        return 2048 + 56 * self.n_expert + 48 * self._most * self.n_used
+
+    @property
+    def _most(self) -> int:
+        return 1 if self.n_tokens == 1 else JOIN_TOKENS
+
+    def launch(self) -> None:
+        """By a kernel of its own, ahead of the one that reads the experts."""
+        self.device.kernel(self.module, "route")(1, self.threads, (*self.args, None), overlap=True)
 
 
 class Routing:
@@ -71,6 +115,9 @@ class Routing:
         self.several: SeveralJobs | None = None  # of a step of more
         self.landing: Landing | None = None  # the same
         self.with_guesses = False  # else steps are only timed by it
+        self.joins = False  # the choice of few tokens is made where their experts are read
+        self.settled = device.empty(1, np.uint64)  # settled.cuh
+        self._choice: Choice | None = None
 
     def pass_through(self, part_bytes: tuple[int, int, int], n_places: int = BYPASS_PLACES) -> None:
         """Allocate memory that experts pass through which miss in a short step and enter no slot.
@@ -97,12 +144,14 @@ class Routing:
         fetches: Fetches,
         active_step: Array | None = None,
         imposed: Array | None = None,
+        may_join: bool = False,
     ) -> None:
         """Choose experts and weights for each row, and let the slots of `layer` follow.
 
         Shapes as in `reference.route`. imposed int32 [T, A]: take these experts instead of the largest scores.
         T <= SMALL_TOKENS: writes the active table; where active_step int32 [1] is 0 the table is empty, there are no
         fetches, and nothing else is written. Longer steps: writes `source`, and active_step is not looked at.
+        may_join: where it `joins`, the choice of few tokens is left to who takes it (`take`).
         """
         T = logits.shape[0]
         if T > SMALL_TOKENS:
@@ -120,19 +169,26 @@ class Routing:
         if self.several is not None and T > 1:
             module = Module(module.file, (*module.defines, ("JOBS", "2")))
             more = self.several.of_routing
+        alike = self.landing is None or self.with_guesses  # as gate_up has it
         if self.landing is not None and T == 1 and (self.with_guesses or self.landing.times(state, layer)):
             module = Module(module.file, (*module.defines, ("GUESSES", "1")))
             more = (*more, *self.landing.ends(state, layer, self.with_guesses))
-        self.device.kernel(module, "route")(
-            1,
-            threads,
-            (
-                logits, T, *self._weighing(gating), imposed, counted, active_step, layer, rule.memory,
-                *_tables(state), experts, weights, fetches.rows, fetches.count,
-                self.active, self.n_active, self.pairs, *self._bypass, *more,
-            ),
-            overlap=True,
+        args = (
+            logits, T, *self._weighing(gating), imposed, counted, active_step, layer, rule.memory,
+            *_tables(state), experts, weights, fetches.rows, fetches.count,
+            self.active, self.n_active, self.pairs, *self._bypass, *more,
         )  # fmt: skip
+        assert self._choice is None, "a choice that nobody has taken"
+        choice = Choice(self.device, module, threads, args, self.settled, T, self.n_expert, self.n_used)
+        if may_join and self.joins and T <= JOIN_TOKENS and alike:
+            self._choice = choice
+        else:
+            choice.launch()
+
+    def take(self) -> Choice | None:
+        """The choice that is still to be made, by who takes it; None: there is none."""
+        choice, self._choice = self._choice, None
+        return choice
 
     def choose(
         self, logits: Array, gating: Gating, experts: Array, weights: Array, imposed: Array | None = None

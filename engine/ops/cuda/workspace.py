@@ -119,6 +119,11 @@ class Workspace:
         assert self._delta is not None, "the workspace was made for a model without them"
         return self._delta
 
+    def join_choices(self) -> None:
+        """Leave the choice of few tokens' experts to the kernel that reads them, which has to follow `route`."""
+        if self._routing is not None:
+            self._routing.joins = True
+
     def share_misses(self, cpu: CpuExperts | None) -> None:
         """Have the CPU compute what `cpu` divides of one token's missing experts; None: no longer. Before a capture."""
         self.routing.cpu = self.small_experts.cpu = cpu
