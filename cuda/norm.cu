@@ -13,6 +13,18 @@
 // softcap_all: x [n] = cap * tanh(x / cap). An element a thread.
 #include "rows.cuh"
 
+// The scale of a row's norm, by a block, behind a barrier; n floats in shared memory. By a warp: others would only compete.
+DEVICE float scale_of(const float* row, i32 n, float eps) {
+    __shared__ float found;
+    if (threadIdx.x < WARP) {
+        const float made = norm_scale(square_sum<32>(row, n), n, eps);
+        if (threadIdx.x == 0)
+            found = made;
+    }
+    __syncthreads();
+    return found;
+}
+
 KERNEL rms_norm(const float* x, const i32* rows, const float* weight, float eps, i32 n, float* h, i8* q, float* d,
             i32* sums) {
     DYNAMIC_SHARED(float, xs);
@@ -25,7 +37,7 @@ KERNEL rms_norm(const float* x, const i32* rows, const float* weight, float eps,
     copies_commit();
     copies_wait<0>();
     __syncthreads();
-    const float scale = norm_scale(square_sum(xs, n), n, eps);
+    const float scale = scale_of(xs, n, eps);
     if (q) {
         const Input to = global_input(nullptr, q + t * n, d + t * (n / 32), sums + t * (n / 32));
         quantize_row(to, xs, weights, scale, h ? h + t * n : nullptr, n, threadIdx.x / WARP, blockDim.x / WARP);
@@ -55,14 +67,14 @@ KERNEL add_norm(const float* y, const float* weight, float eps, i32 n, float* x,
     copies_commit();
     copies_wait<0>();
     __syncthreads();
-    const float of_norm = norm_scale(square_sum(ys, n), n, eps);
+    const float of_norm = scale_of(ys, n, eps);
     for (i32 i = threadIdx.x; i < n; i += blockDim.x)
         x[t * n + i] = weights[i] = (x[t * n + i] + (ys[i] * of_norm) * weights[i]) * scale;
     if (!h0)
         return;
     __syncthreads();
     const float* const sum = weights;
-    const float of_sum = norm_scale(square_sum(sum, n), n, eps);
+    const float of_sum = scale_of(sum, n, eps);
     const i32 warp = threadIdx.x / WARP, n_warps = blockDim.x / WARP;
     auto write = [&](const float* w, float* h, i8* q, float* d, i32* sums) {
         if (q)
@@ -104,7 +116,7 @@ KERNEL add_norms(const float* a, const float* weight_a, const float* b, const fl
     for (i32 i = threadIdx.x; i < n; i += blockDim.x)
         as[i] = (as[i] * scales[0]) * was[i] + (bs[i] * scales[1]) * wbs[i];
     __syncthreads();
-    const float of_sum = norm_scale(square_sum(as, n), n, eps);
+    const float of_sum = scale_of(as, n, eps);
     for (i32 i = threadIdx.x; i < n; i += blockDim.x)
         x[t * n + i] = (x[t * n + i] + (as[i] * of_sum) * ws[i]) * scale;
 }
