@@ -35,8 +35,8 @@ $(VENV)/.demo: $(BUILD_INPUTS) | $(VENV)/bin/python
 demo: $(VENV)/.demo ## the whole pipeline on the bundled model and sessions, CPU only, < 2 minutes
 	@$(VENV)/bin/spark demo
 
-# One worker more than cores, as one often waits for servers and clusters; memory holds four (3 GB each).
-WORKERS := $(shell $(PYTHON) -c 'import os; print(max(3, min(4, 1 + len(os.sched_getaffinity(0)))))')
+# More workers than cores, as some often wait for servers and clusters; memory holds four (3 GB each).
+WORKERS := $(shell $(PYTHON) -c 'import os; print(min(4, 2 + len(os.sched_getaffinity(0))))')
 PYTEST := $(PY) -m pytest -n $(WORKERS) --dist loadfile
 
 test: setup ## the test suite, < 12 minutes on two cores
