@@ -141,7 +141,7 @@ def folders(given: str) -> list[str]:
 
 
 @contextlib.contextmanager
-def tree(given: str, suffix: str) -> Iterator[Path]:
+def tree(given: str, suffix: str | tuple[str, ...]) -> Iterator[Path]:
     """The local folder that is given; of a URL a copy of the files below it that end so, while the context lasts."""
     path = local(given)
     if path is not None:

@@ -42,12 +42,11 @@ from spark.extract import (
 )
 from spark.extract.intake import Intake
 from spark.extract.report import Tally
-from spark.extract.roots import Group, list_logs
+from spark.extract.roots import LOGS, Group, list_logs
 from spark.speech.sessions import SessionWriter, root_of
 
 _PLACES = {"claude": (".claude", ".config/claude"), "codex": (".codex",)}
 _SCRATCH = ".homes-"
-_LOG = ".jsonl"
 _Logs = dict[str, list[tuple[Path, int]]]  # by family
 _EXPECTED = "expected home folders of users"
 
@@ -109,7 +108,7 @@ def extract(
         scratch = stack.enter_context(_scratch(out_dir))
         n_cores = _cores()
         # Where there are fewer homes than cores several processes read one, which is fetched once.
-        trees = [stack.enter_context(storage.tree(home, _LOG)) if len(found) < n_cores else home for home in found]
+        trees = [stack.enter_context(storage.tree(home, LOGS)) if len(found) < n_cores else home for home in found]
         work = _dealt(found, [str(each) for each in trees], n_cores, scratch, out_dir, options, count_tokens)
         tally, intake, n_files = Tally(count_tokens), Intake(options.redact, lambda _: None, out_dir), 0
         with Sides(out_dir, options.test_frac) as sides:
@@ -232,7 +231,7 @@ def _read(home: _Home) -> _Read:
     intake = Intake(home.options.redact, _nothing, home.out.parent)
     tally = Tally(home.count_tokens)
     ids: set[str] = set()
-    with storage.tree(home.url, _LOG) as folder, SessionWriter(home.out) as writer:
+    with storage.tree(home.url, LOGS) as folder, SessionWriter(home.out) as writer:
         writer.open()
         logs = _logs(folder, home.options, intake if not home.part else None)
         if home.logs is not None:

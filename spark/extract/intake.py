@@ -42,6 +42,8 @@ _STEP_BYTES = 64 << 10  # of progress
 _NO_TEXT = "\ufeff\0" + _JSON_SPACE
 # How files in UTF-16 begin, as tools of Windows write them: with a mark, or with a record.
 _UTF_16 = {b"\xff\xfe": "utf-16-le", b"\xfe\xff": "utf-16-be", b'{\0"\0': "utf-16-le", b'\0{\0"': "utf-16-be"}
+_ZSTD = b"\x28\xb5\x2f\xfd"  # how files begin that Codex has compressed
+COMPRESSED = ".zst"  # what it adds to their names
 _RECORD = re.compile(r'\{"(?:type|parentUuid|timestamp)" ?:')  # how records begin
 _MENDED = 1 << 20  # characters of a line in which records are looked for behind half a one
 _MOST_STARTS = 64  # that are tried
@@ -176,13 +178,20 @@ def parse_json(text: str) -> Any:
 
 
 def read_lines(path: Path, intake: Intake) -> Iterator[bytes]:
-    """The lines of a file, in UTF-8, that are not empty and not longer than MAX_LINE_BYTES."""
-    done, left = 0, intake.sizes.get(path, sys.maxsize)
+    """The lines of a file, in UTF-8, that are not empty and not longer than MAX_LINE_BYTES.
+
+    It may be compressed (zstd). Where it is gone, Codex has just compressed it, or unpacked it to go on.
+    """
+    done, left, advance = 0, intake.sizes.get(path, sys.maxsize), intake.advance
     try:
-        with path.open("rb") as raw:
-            file: IO[bytes] = raw
-            if (encoding := _UTF_16.get(raw.peek(4)[:4], _UTF_16.get(raw.peek(2)[:2]))) is not None:
-                file, left = io.BufferedReader(_Utf8(raw, encoding, left)), sys.maxsize
+        with _open(path) as raw:
+            file: io.BufferedReader = raw
+            if raw.peek(4)[:4] == _ZSTD:
+                if path.name.endswith(COMPRESSED):
+                    left = sys.maxsize  # it does not grow, and its size is another
+                file, advance = io.BufferedReader(_Unpacked(raw, intake.advance), _STEP_BYTES), _nothing
+            if (encoding := _UTF_16.get(file.peek(4)[:4], _UTF_16.get(file.peek(2)[:2]))) is not None:
+                file, left = io.BufferedReader(_Utf8(file, encoding, left)), sys.maxsize
             while line := file.readline(min(left, MAX_LINE_BYTES)):
                 left -= len(line)
                 done += len(line)
@@ -193,12 +202,12 @@ def read_lines(path: Path, intake: Intake) -> Iterator[bytes]:
                     done += len(more)
                     line += more
                 if done >= _STEP_BYTES:
-                    intake.advance(done)
+                    advance(done)
                     done = 0
                 if len(line) == MAX_LINE_BYTES and not line.endswith(b"\n"):
                     while rest := file.readline(min(left, MAX_LINE_BYTES)):
                         left -= len(rest)
-                        intake.advance(len(rest))
+                        advance(len(rest))
                         if rest.endswith(b"\n"):
                             break
                     intake.skip("oversized")
@@ -207,7 +216,41 @@ def read_lines(path: Path, intake: Intake) -> Iterator[bytes]:
     except OSError:
         intake.skip("unreadable_file")
     finally:
-        intake.advance(done)
+        advance(done)
+
+
+def _open(path: Path) -> io.BufferedReader:
+    """The file, or the same log in its other form."""
+    try:
+        return path.open("rb")
+    except FileNotFoundError:
+        plain = path.name.removesuffix(COMPRESSED)
+        return path.with_name(plain if plain != path.name else plain + COMPRESSED).open("rb")
+
+
+def _nothing(n_bytes: int) -> None:
+    """Instead of progress that is told elsewhere."""
+
+
+class _Unpacked(io.RawIOBase):
+    """What a file holds that is compressed; advance: told how much of the file was read."""
+
+    def __init__(self, file: io.BufferedReader, advance: Callable[[int], None]) -> None:
+        import pyarrow as pa
+
+        self._file, self._advance, self._at = file, advance, 0
+        self._stream = pa.CompressedInputStream(file, "zstd")
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        data: bytes = self._stream.read(len(buffer))
+        at = self._file.tell()
+        self._advance(at - self._at)
+        self._at = at
+        buffer[: len(data)] = data
+        return len(data)
 
 
 class _Utf8(io.RawIOBase):

@@ -18,10 +18,10 @@ from typing import Any
 
 import numpy as np
 
-from spark.extract.intake import Intake, as_object, as_text, read_lines, read_records, records_of
+from spark.extract.intake import COMPRESSED, Intake, as_object, as_text, read_lines, read_records, records_of
 from spark.speech.sessions import Source
 
-_LOG = ".jsonl"
+LOGS = (".jsonl", ".jsonl" + COMPRESSED)
 _ID_LENGTH = 255  # characters; Codex's may be anything
 HEAD_RECORDS = 50  # where a file says what it is and what it continues
 
@@ -71,16 +71,17 @@ class _Families:
 def list_logs(homes: Iterable[Path], folders: Sequence[str], intake: Intake) -> list[tuple[Path, int]]:
     """Every *.jsonl file, with its size, under those folders of the homes; of a home without them, under itself.
 
-    Links are followed, to each folder once. Codex's logs in other forms (compressed, or one JSON document as before
-    July 2025), and what cannot be looked at, are counted as skipped.
+    Since June 2026 Codex compresses logs that are a week old (*.jsonl.zst), and unpacks one to go on with it: of both
+    forms the plain one counts, which may have more. Links are followed, to each folder once. Codex's logs in other
+    forms (one JSON document, as before July 2025), and what cannot be looked at, are counted as skipped.
     """
     found: dict[Path, int] = {}
     tops = [top for home in homes for top in list(filter(_is_folder, map(home.joinpath, folders))) or [home]]
     for path in _files(tops, intake):
         try:
-            if path.name.endswith(_LOG) and path.is_file():  # not a pipe
+            if path.name.endswith(LOGS) and path.is_file():  # not a pipe
                 found[path] = path.stat().st_size
-            elif path.name.startswith("rollout-") and not path.name.endswith(_LOG):
+            elif path.name.startswith("rollout-") and not path.name.endswith(LOGS):
                 intake.skip("unsupported_file")
             elif path.is_symlink() and not path.exists():  # to a disk that is not there
                 intake.skip("unreadable_file")
@@ -88,7 +89,13 @@ def list_logs(homes: Iterable[Path], folders: Sequence[str], intake: Intake) -> 
             pass
         except OSError:
             intake.skip("unreadable_file")
-    return sorted(found.items())
+    twice = {path for path in found if path.suffix == COMPRESSED and path.with_suffix("") in found}
+    return sorted((path, size) for path, size in found.items() if path not in twice)
+
+
+def _name(path: Path) -> str:
+    """A log's name without what says its form."""
+    return path.name.removesuffix(COMPRESSED).removesuffix(".jsonl")
 
 
 def _is_folder(path: Path) -> bool:
@@ -202,7 +209,7 @@ def _claude_head(path: Path, size: int, intake: Intake) -> _Head:
             named += [plain_id(s) for s in (as_text(record.get("sessionId")),) if s]
             fork = as_text(as_object(record.get("forkedFrom")).get("sessionId"))
             forks += [plain_id(fork)] if fork else []
-    name, owner = plain_id(path.stem), ""
+    name, owner = plain_id(_name(path)), ""
     if "subagents" in path.parts[-4:-1]:
         owner = plain_id(path.parts[path.parts.index("subagents", len(path.parts) - 4) - 1])
     elif name.startswith("agent-"):
@@ -278,7 +285,7 @@ def group_codex(logs: Sequence[tuple[Path, int]], intake: Intake) -> list[Group]
         threads.append((thread, started_at, path, size))
         if parent and parent != thread:
             parents.setdefault(thread, parent)
-        in_name = _TRAILING_ID.search(path.stem)
+        in_name = _TRAILING_ID.search(_name(path))
         if in_name and in_name[0] != thread:  # the log of an earlier state of the thread: others refer to it
             parents.setdefault(in_name[0], thread)
 
@@ -295,8 +302,8 @@ def group_codex(logs: Sequence[tuple[Path, int]], intake: Intake) -> list[Group]
 
 def _codex_head(path: Path, intake: Intake) -> tuple[str, str, str]:
     """Thread id, parent's id (empty if it has none) and start of a log."""
-    in_name = _TRAILING_ID.search(path.stem)
-    thread = in_name[0] if in_name else plain_id(path.stem)
+    in_name = _TRAILING_ID.search(_name(path))
+    thread = in_name[0] if in_name else plain_id(_name(path))
     for record in islice(read_records(path, intake), HEAD_RECORDS):
         meta = codex_meta(record)
         if meta is not None:

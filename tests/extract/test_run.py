@@ -6,20 +6,24 @@ import hashlib
 import importlib
 import json
 import os
+import shutil
 import stat
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterable
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.ground.errors import FileFormatError, SparkError, UsageError
-from spark.extract import ExtractOptions, Report, extract, homes
+from spark.extract import ExtractOptions, Report, extract, homes, roots
+from spark.extract.intake import Intake, read_lines
 from spark.extract.messages import ToolTable
 from spark.extract.report import estimate_tokens
 from spark.speech.sessions import Session, read_sessions, split_rank
@@ -360,11 +364,105 @@ def test_options_that_cannot_be_are_explained(tmp_path: Path) -> None:
 
 def test_logs_in_other_forms_are_counted(tmp_path: Path) -> None:
     home = codex_tree(tmp_path, ["aa"])
-    for name in ("rollout-bb.jsonl.zst", "rollout-2025-05-01-cc.json", "notes.txt"):
+    for name in ("rollout-bb.jsonl.gz", "rollout-2025-05-01-cc.json", "notes.txt"):
         (home / "sessions" / name).write_text("{}")
     report = extract(ExtractOptions(home, "codex", codex_dir=home), lambda done, total: None)
     assert report.skipped_lines == {"unsupported_file": 2}
     assert report.files == 1
+
+
+# --- Compressed logs ---
+
+
+def compressed(data: bytes, *cuts: int) -> bytes:
+    """In a frame for each piece."""
+    pieces = [data[a:b] for a, b in pairwise((0, *cuts, len(data)))]
+    return b"".join(bytes(pa.compress(piece, "zstd", asbytes=True)) for piece in pieces)
+
+
+def compress(path: Path, *cuts: int) -> Path:
+    made = path.with_name(path.name + ".zst")
+    made.write_bytes(compressed(path.read_bytes(), *cuts))
+    path.unlink()
+    return made
+
+
+def test_compressed_logs_give_the_same_bytes(tmp_path: Path) -> None:
+    """Also where some are in several frames, and where several processes read them."""
+    home = tmp_path / "home"
+    shutil.copytree(SAMPLES / "codex", home / ".codex")
+    plain = {"source": "codex", "codex_dir": home / ".codex"}
+    _, expected = samples(tmp_path / "plain", **plain)
+    for i, path in enumerate(sorted(home.rglob("*.jsonl"))):
+        compress(path, *((7, path.stat().st_size // 2) if i % 3 == 0 else ()))
+    seen: list[tuple[int, int]] = []
+    extract(ExtractOptions(tmp_path / "out", **plain), lambda done, total: seen.append((done, total)))
+    _, report = samples(tmp_path / "again", **plain)
+    assert report == expected and report.files > 16 and not list(home.rglob("*.jsonl"))
+    for side in ("train", "test"):
+        lines = (tmp_path / "plain" / f"{side}.jsonl").read_bytes()
+        assert (tmp_path / "out" / f"{side}.jsonl").read_bytes() == lines
+    size = sum(path.stat().st_size for path in home.rglob("*.zst"))
+    assert {total for _, total in seen} == {size} and seen[-1][0] == size
+    assert all(a[0] <= b[0] for a, b in pairwise(seen))
+
+
+def test_of_a_log_in_both_forms_the_plain_one_is_read(tmp_path: Path) -> None:
+    home = codex_tree(tmp_path / "home", ["aa"], turns=2)
+    path = home / "sessions" / "rollout-aa.jsonl"
+    whole = path.read_bytes()
+    path.write_bytes(b"".join(whole.splitlines(keepends=True)[:3]))
+    compress(path)
+    path.write_bytes(whole)
+    sides, report = samples(tmp_path / "out", source="codex", codex_dir=home, test_frac=0)
+    assert report.files == 1 and not report.skipped_lines
+    assert [len(session.messages) for session in sides["train"]] == [4]
+
+
+@pytest.mark.parametrize("packs", [True, False])
+def test_a_log_that_changes_its_form_meanwhile_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, packs: bool
+) -> None:
+    home = codex_tree(tmp_path / "home", ["aa"])
+    path = home / "sessions" / "rollout-aa.jsonl"
+    before, after = path.read_bytes(), compressed(path.read_bytes())
+    packed = path.with_name(path.name + ".zst")
+    if not packs:
+        path = compress(path)
+
+    def listed(*arguments: Any) -> Any:
+        found = roots.list_logs(*arguments)
+        path.unlink(missing_ok=True)
+        (packed if packs else packed.with_suffix("")).write_bytes(after if packs else before)
+        return found
+
+    monkeypatch.setattr("spark.extract.list_logs", listed)
+    sides, report = samples(tmp_path / "out", source="codex", codex_dir=home, test_frac=0)
+    assert not report.skipped_lines and [len(session.messages) for session in sides["train"]] == [2]
+
+
+def lines_of(content: bytes) -> tuple[list[bytes], dict[str, int]]:
+    """The lines of a compressed log, and what was counted."""
+    intake = Intake(False, lambda _: None, Path())
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "rollout-a.jsonl.zst")
+        path.write_bytes(content)
+        return list(read_lines(path, intake)), dict(intake.skipped)
+
+
+@given(st.integers(1, 20_000), st.floats(0, 1), st.integers(0, 7))
+@settings(max_examples=60)
+def test_a_damaged_compressed_log_is_counted(n: int, at: float, bit: int) -> None:
+    lines = [f'{{"n":{i},"text":"{"word " * (i % 7)}{i * i}"}}\n'.encode() for i in range(n)]
+    whole = compressed(b"".join(lines), len(lines[0]) * n // 2)
+    assert lines_of(whole) == (lines, {})
+    cut = min(len(whole) - 1, 4 + int(at * (len(whole) - 4)))
+    found, skipped = lines_of(whole[:cut])
+    assert found == lines[: len(found)] and (skipped == {"unreadable_file": 1} or len(found) < n)
+    flipped = bytearray(whole)
+    flipped[cut] ^= 1 << bit  # without a checksum it may say something else
+    _, skipped = lines_of(bytes(flipped))
+    assert skipped in ({}, {"unreadable_file": 1})
 
 
 def test_a_log_that_cannot_be_read_is_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
