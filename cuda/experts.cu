@@ -164,7 +164,7 @@ KERNEL __launch_bounds__(WARPS * WARP, 2)
     const Route route = ROUTE_ARGUMENTS;
     if (block < 0) {
         if (blockIdx.x == 0)
-            settle_step(*(Step*)shared, route, true);
+            settle_step(*(Step*)shared, route, true, {(i64)F * GATE_BYTES, (i64)F * UP_BYTES, down_bytes});
         return;
     }
     Known& known = *(Known*)shared;

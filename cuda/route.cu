@@ -33,7 +33,7 @@ KERNEL choose(const float* logits, int T, int renormalize, const float* bias, fl
 KERNEL __launch_bounds__(MOST_THREADS) route(ROUTE_PARAMETERS) {
     __shared__ Step step;
     const Route r = ROUTE_ARGUMENTS;
-    settle_step(step, r, r.T > 1 || EXPERTS <= 128); // ptx.cuh
+    settle_step(step, r, r.T > 1 || EXPERTS <= 128, {}); // ptx.cuh
 }
 
 // `source` [E, 3], if given, gets where every expert was before the step.

@@ -36,6 +36,9 @@
 #ifndef GUESSES
 #define GUESSES 0
 #endif
+#ifndef POISON
+#define POISON 0
+#endif
 
 // engine.placing.policy.SlotState of one layer: what is indexed by expert begins at the layer, by slot at slot 0.
 struct Slots {
@@ -423,9 +426,22 @@ DEVICE void note_step(u64* words, bool with, int lane) {
 }
 #endif
 
+#if POISON
+// By a block that has met since it wrote the fetches: 0xFF to the slots that experts enter, before anybody copies them there.
+DEVICE void poison_fetched(const Route& r, const i64 (&part_bytes)[3]) {
+    for (i32 i = 0; i < load_fresh(r.fetch_count); i++)
+        for (i32 part = 0; part < 3; part++) {
+            u32* const to = (u32*)load_fresh(r.slot_ptr + (i64)load_fresh(r.fetch_rows + 3 * i + 1) * 3 + part);
+            for (i64 j = threadIdx.x; j < part_bytes[part] / 4; j += (i32)blockDim.x)
+                to[j] = 0xffffffffu;
+        }
+}
+#endif
+
 // The choice of a step of at most RECENT_TOKENS tokens, its tables and active table, by a block of at least max(E, T * A)
 // threads. It waits for the kernel ahead by itself, and releases the one behind: before that, or, if it is late, after.
-DEVICE void settle_step(Step& step, const Route& r, bool is_late) {
+// part_bytes: with -DPOISON=1, for tests, the bytes of gate, up and down.
+DEVICE void settle_step(Step& step, const Route& r, bool is_late, const i64 (&part_bytes)[3]) {
     const i32 i = threadIdx.x, lane = i % WARP, n_warps = blockDim.x / WARP;
     const Weighing rule = {r.renormalize, r.scale, r.expert_scale};
     const Slots s = r.slots();
@@ -518,6 +534,10 @@ DEVICE void settle_step(Step& step, const Route& r, bool is_late) {
                  handing, r.settled);
     if (r.settled) { // what all have written is seen before this
         __syncthreads();
+#if POISON
+        poison_fetched(r, part_bytes);
+        __syncthreads();
+#endif
         if (i == 0)
             store_told(r.settled, SETTLED);
     }

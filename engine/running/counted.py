@@ -92,6 +92,7 @@ def count(
     cpu_experts: bool = False,
     short_rows: bool | None = None,
     guess_hidden: int | None = None,
+    poison: bool = False,
 ) -> Counted:
     """Allocate and run a model on `device`, which must be fresh.
 
@@ -99,9 +100,9 @@ def count(
     for all experts in slots, the most there can be. pool_tokens: of the cache, on the device; None: the context.
     recall: as `Forward` takes it.
     cpu_experts: with what it takes that the CPU computes some, and kernels of both kinds. short_rows: with those of
-    short rows; None: as cpu_experts. guess_hidden: with what it
-    takes that some are guessed, and hidden units of the MLPs which do that; None: none are. run: without it `kernels`
-    is incomplete, and the count takes a third of the time.
+    short rows; None: as cpu_experts. guess_hidden: with what it takes that some are guessed, and hidden units of the
+    MLPs which do that; None: none are. poison: as of EngineConfig. run: without it `kernels` is incomplete, and the
+    count takes a third of the time.
     """
     from engine.ops.cuda import ops
 
@@ -111,7 +112,7 @@ def count(
     cached = config if block is None else WithBlock(config)
     homes = KVCache(kv, cached, n_cached, kv_type, limits.max_tokens, limits.places, pool_tokens).home_bytes
     ws = ops.workspace(limits, device)
-    ws.join_choices()
+    ws.join_choices(poison)
     if weights.experts:
         ws.stream_experts(0, largest_parts(weights.experts))
     forward = Forward(
@@ -146,8 +147,10 @@ def count(
         for beside, guessed in ((cpu, None), (None, guesses), (cpu, guesses)):
             if beside is not None or guessed is not None:
                 ws.share_misses(None if beside is None else beside[0])
+                for with_guesses in (True, False) if guessed is not None else (True,):
+                    ws.guess_misses(guessed, with_guesses)
+                    _step(forward, residency, 1, 1)
                 ws.guess_misses(guessed)
-                _step(forward, residency, 1, 1)
                 if predictor is not None:
                     predictor.rehearse(1)
         if cpu is not None and cpu[1] is not None:

@@ -308,6 +308,7 @@ class Sharing:
                     ),
                     cpu_experts=self.options.cpu_experts != "off",
                     guess_hidden=landing.hidden_units(self.options) if self._guesses else None,
+                    poison=self.options.poison,
                 )  # fmt: skip
             except ValueError as error:  # a shape or a type that a kernel's wrapper does not take
                 raise UnsupportedModelError(

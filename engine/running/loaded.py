@@ -242,7 +242,7 @@ def _lay_out(
     )  # fmt: skip
     if isinstance(ws, Workspace):
         ws.replay = shares.replay
-        ws.join_choices()
+        ws.join_choices(options.poison)
         if shares.staging_bytes:
             ws.stream_experts(shares.staging_bytes, largest_parts(weights.experts))
     return forward, residency, drafter

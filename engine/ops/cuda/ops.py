@@ -283,7 +283,7 @@ def route(
     if T <= SMALL_TOKENS or s is None:
         r.route(
             logits, gating, state, layer, counted, rule, experts, weights, fetches, ws.active_step, imposed,
-            may_join=not bank.poison,
+            may_join=r.poisons or not bank.poison,
         )  # fmt: skip
         return
     r.choose(logits, gating, experts, weights)
@@ -357,13 +357,14 @@ def expert_ffn(
     """
     r, s = ws.routing, ws.streaming
     if h.shape[0] <= SMALL_TOKENS:
-        if bank.poison and s is not None:
+        choice = r.take()
+        if bank.poison and s is not None and choice is None:
             s.staging.poison(fetches, bank)
         values = _small_input(ws, h, bank.gate_type)
         beside = (shared, h) if shared is not None and runs_beside(shared, bank) else None
         made = ws.small_experts(
             values, experts, weights, bank, r.active, r.n_active, r.pairs, x, add, beside,
-            then if shared is None else None, r.take(),
+            then if shared is None else None, choice,
         )  # fmt: skip
         ws.writes(x)
         if made is not None and then is not None:

@@ -55,7 +55,7 @@ class Choice:
     """A choice that is still to be made: by a block of the kernel that reads the experts, or by `launch`.
 
     module, threads, args: of `route`. settled: by which those wait that read the active table meanwhile (settled.cuh).
-    n_tokens, n_expert, n_used: T, E and A.
+    n_tokens, n_expert, n_used: T, E and A. poisons: slots that experts enter get 0xFF first, for tests.
     """
 
     device: Device
@@ -66,6 +66,7 @@ class Choice:
     n_tokens: int
     n_expert: int
     n_used: int
+    poisons: bool = False
 
     def fits(self, threads: int) -> bool:
         """Whether a block of so many threads can make it."""
@@ -74,7 +75,8 @@ class Choice:
     @property
     def defines(self) -> Defines:
         """What is defined for the kernel that reads the experts."""
-        return (*self.module.defines, ("RECENT_TOKENS", str(self._most)), ("SETTLES", "1"))
+        poison = (("POISON", "1"),) if self.poisons else ()
+        return (*self.module.defines, ("RECENT_TOKENS", str(self._most)), ("SETTLES", "1"), *poison)
 
     @property
     def shared_bytes(self) -> int:
@@ -115,6 +117,7 @@ class Routing:
         self.several: SeveralJobs | None = None  # of a step of more
         self.landing: Landing | None = None  # the same
         self.with_guesses = False  # else steps are only timed by it
+        self.poisons = False  # where a choice is joined: what `poison` does, by the block that settles
         self.joins = False  # the choice of few tokens is made where their experts are read
         self.settled = device.empty(1, np.uint64)  # settled.cuh
         self._choice: Choice | None = None
@@ -169,8 +172,9 @@ class Routing:
         if self.several is not None and T > 1:
             module = Module(module.file, (*module.defines, ("JOBS", "2")))
             more = self.several.of_routing
-        alike = self.landing is None or self.with_guesses  # as gate_up has it
+        is_timed = False  # without guesses: what takes the time is no part of gate_up
         if self.landing is not None and T == 1 and (self.with_guesses or self.landing.times(state, layer)):
+            is_timed = not self.with_guesses
             module = Module(module.file, (*module.defines, ("GUESSES", "1")))
             more = (*more, *self.landing.ends(state, layer, self.with_guesses))
         args = (
@@ -179,8 +183,8 @@ class Routing:
             self.active, self.n_active, self.pairs, *self._bypass, *more,
         )  # fmt: skip
         assert self._choice is None, "a choice that nobody has taken"
-        choice = Choice(self.device, module, threads, args, self.settled, T, self.n_expert, self.n_used)
-        if may_join and self.joins and T <= JOIN_TOKENS and alike:
+        choice = Choice(self.device, module, threads, args, self.settled, T, self.n_expert, self.n_used, self.poisons)
+        if may_join and self.joins and T <= JOIN_TOKENS and not is_timed:
             self._choice = choice
         else:
             choice.launch()

@@ -119,10 +119,13 @@ class Workspace:
         assert self._delta is not None, "the workspace was made for a model without them"
         return self._delta
 
-    def join_choices(self) -> None:
-        """Leave the choice of few tokens' experts to the kernel that reads them, which has to follow `route`."""
+    def join_choices(self, poison: bool = False) -> None:
+        """Leave the choice of few tokens' experts to the kernel that reads them, which has to follow `route`.
+
+        poison: it fills slots that experts enter, as banks ask for in tests.
+        """
         if self._routing is not None:
-            self._routing.joins = True
+            self._routing.joins, self._routing.poisons = True, poison
 
     def share_misses(self, cpu: CpuExperts | None) -> None:
         """Have the CPU compute what `cpu` divides of one token's missing experts; None: no longer. Before a capture."""
