@@ -11,7 +11,8 @@ from gguf import GGMLQuantizationType as QType
 
 from engine.ops import Fetches, Gating
 from engine.ops.cuda import ops
-from engine.ops.cuda.routing import JOIN_TOKENS
+from engine.ops.cuda.device import Module
+from engine.ops.cuda.routing import JOIN_TOKENS, Choice
 from engine.placing import policy
 from tests.ops import test_cuda_experts
 from tests.ops.test_cuda_cpu_experts import Layer
@@ -128,3 +129,14 @@ def test_a_choice_that_nobody_takes_is_an_error(device: Any) -> None:
     routing.route(*args, experts, weights, fetches, may_join=True)
     with pytest.raises(AssertionError, match="nobody has taken"):
         routing.route(*args, experts, weights, fetches)
+    layer.ws.forget()  # the next step begins
+    routing.route(*args, experts, weights, fetches)
+    assert int(device.read(routing.n_active)[0]) == A and routing.take() is None
+
+
+@pytest.mark.parametrize(("n_tokens", "n_expert", "n_used", "least"), [(1, 5, 3, 32), (2, 5, 3, 64), (1, 77, 3, 77)])
+def test_a_block_that_chooses_has_a_thread_an_expert_and_a_warp_a_token(
+    n_tokens: int, n_expert: int, n_used: int, least: int
+) -> None:
+    choice = Choice(None, Module("route.cu", ()), 0, (), None, n_tokens, n_expert, n_used)  # type: ignore[arg-type]
+    assert choice.fits(least) and not choice.fits(least - 1)

@@ -69,8 +69,8 @@ class Choice:
     poisons: bool = False
 
     def fits(self, threads: int) -> bool:
-        """Whether a block of so many threads can make it."""
-        return threads >= max(self.n_expert, self.n_tokens * self.n_used)
+        """Whether a block of so many threads can make it: a thread an expert and a pair, a warp a token."""
+        return threads >= max(self.n_expert, self.n_tokens * max(self.n_used, 32))
 
     @property
     def defines(self) -> Defines:

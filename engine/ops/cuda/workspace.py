@@ -190,8 +190,10 @@ class Workspace:
                 self._prepared = [known for known in self._prepared if end <= known.first or known.end <= first]
 
     def forget(self) -> None:
-        """Forget whatever was prepared: a step begins, and captured ones may have run since the last."""
+        """Forget whatever was prepared: a step begins, and captured ones may have run since the last, or one failed."""
         self._prepared = []
+        if self._routing is not None:
+            self._routing.take()
 
     def prepared(self, array: Array, norm: Array | None = None) -> Quantized | Halves | None:
         """What was prepared of `array`, or of its norm, if nothing has written there since; None if not."""
