@@ -458,7 +458,8 @@ def test_a_damaged_compressed_log_is_counted(n: int, at: float, bit: int) -> Non
     assert lines_of(whole) == (lines, {})
     cut = min(len(whole) - 1, 4 + int(at * (len(whole) - 4)))
     found, skipped = lines_of(whole[:cut])
-    assert found == lines[: len(found)] and (skipped == {"unreadable_file": 1} or len(found) < n)
+    said = b"".join(found)  # to the end of a frame, which may be within a line
+    assert b"".join(lines).startswith(said) and (skipped == {"unreadable_file": 1} or len(said) < len(b"".join(lines)))
     flipped = bytearray(whole)
     flipped[cut] ^= 1 << bit  # without a checksum it may say something else
     _, skipped = lines_of(bytes(flipped))
