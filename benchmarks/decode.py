@@ -167,6 +167,8 @@ def curve(
                 if i >= WARM_UPS and (i - WARM_UPS) % runs == runs - 1:
                     summed = {name: sum(each[name] for each in handed[-runs:]) for name in handed[-1]}
                     rows.append(curve_row(samples[-runs:], rate, shape, depth) | summed)
+                    if (found := after.get("cpu_experts") or {}).get("why"):
+                        rows[-1]["cpu_off"] = f"{found['state']}: {found['why']}"
             made = settings(client)
     base = next((row["ms_per_token"]["median"] for row in rows if row["asked_miss_pct"] == 0), None)
     for row in rows:

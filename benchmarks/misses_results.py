@@ -1,6 +1,6 @@
 """What was measured of misses that the CPU computes or that were guessed, as tables (benchmarks/render.py).
 
-By decode.py, batched_misses.py, prefill.py, never_below.py and predictions.py.
+By decode.py, batched_misses.py, prefill.py, never_below.py, divisions.py and predictions.py.
 """
 
 from __future__ import annotations
@@ -22,6 +22,13 @@ SHARED = """\
 Steps that requests share, {resident:g}% of the experts resident, misses imposed on each row. *The line*: the step
 without misses, and the bytes of distinct missed experts at {rate:g} GB/s. *Faster*: over PCIe by with the CPU. The
 table of what the CPU gets follows what layers wait, so the first steps of a start have less of it."""
+
+
+DIVIDED = """\
+Each layer of each token misses exactly so many experts; what of them the CPU computes is held: whole experts, and last
+rows of gate and up of one more. *Us*: what a layer takes longer than one that misses nothing. *Predicted*: by the costs
+that were measured as the model loaded, by which the table begins ({costs}). *Waited*: for the CPU's answers when copies
+had ended. Nothing missed: a token takes {base:.3f} ms."""
 
 
 def is_plain(row: Json) -> bool:
@@ -46,6 +53,7 @@ def on_cpu(made: Json) -> list[str]:
         handed = f", {row['cpu_computed']:,} to the CPU" if row.get("cpu_computed") else ""
         handed += f", {row['cpu_divided']:,} divided" if row.get("cpu_divided") else ""
         back = f" ({row['cpu_taken_back']:,} taken back)" if row.get("cpu_taken_back") else ""
+        back += f" ({row['cpu_off']})" if row.get("cpu_off") else ""
         came = ""
         if row.get("guess_made"):
             taken = row["guess_useful_bytes"] / max(1, row["guess_useful_bytes"] + row["guess_wasted_bytes"])
@@ -71,6 +79,26 @@ def _said(settings: Json | list[str] | None) -> str:
         f"{len(settings['cpus'])} threads; an expert takes {settings['pcie_us']:.0f} us over PCIe, 1 to "
         f"{len(settings['cpu_us'])} take {times} us on the CPU, a hand-over {settings['handover_us']:.0f} us"
     )
+
+
+def divisions(name: str, made: Json) -> list[str]:
+    """Rows of divisions.py; the best division of each number of misses in bold."""
+    lines, by_missed = list[list[str]](), dict[int, list[Json]]()
+    for row in made["rows"]:
+        by_missed.setdefault(row["missed"], []).append(row)
+    for missed, rows in by_missed.items():
+        best = min(row["layer_us"] for row in rows)
+        for row in rows:
+            us = f"{row['layer_us']:.1f}"
+            lines.append([
+                str(missed), str(row["experts"]), str(row["rows"]), f"**{us}**" if row["layer_us"] == best else us,
+                f"{row['predicted_us']:.1f}", f"{row['waited_us']:.1f}",
+            ])  # fmt: skip
+    return [
+        "## Misses of a layer, divided between PCIe and the CPU", "", *origin(name, made),
+        DIVIDED.format(costs=_said(made["cpu_experts"]), base=made["base_us"] / 1e3), "",
+        *table(["missed", "experts by the CPU", "rows of one more", "us", "predicted", "waited"], lines),
+    ]  # fmt: skip
 
 
 def shared_steps(name: str, made: Json) -> list[str]:
@@ -189,6 +217,7 @@ def _said_of(row: Json) -> list[str]:
 
 SECTIONS = {
     "batched_misses.json": shared_steps,
+    "divisions.json": divisions,
     "never_below.json": never_below,
     **{f"predictions{model}.json": predictions for model in ("", "-laguna")},
 }

@@ -107,6 +107,7 @@ MEASUREMENTS = (
         "--cpu-experts off,auto --guesses off,0.83:0.45,0.6:0.45",
         200,
     ),
+    Measurement("divisions", "divisions.py Q4_K_M.gguf", 70),
     Measurement("never_below", "never_below.py Q4_K_M.gguf", 380),
     Measurement("predictions", "predictions.py Q4_K_M.gguf", 200),
     Measurement("prefill", "prefill.py Q4_K_M.gguf", 120),

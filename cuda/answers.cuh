@@ -37,7 +37,7 @@ DEVICE void note_jobs(u64* words, const JobSeen (&seen)[USED]) {
             continue;
         done++;
         longest = max(longest, alone ? seen[a].known_ns - posted : seen[a].waited_ns);
-        if (job_place(seen[a].job) == 1 && seen[a].waited_ns) {
+        if (alone && job_place(seen[a].job) == 1 && seen[a].waited_ns) {
             words[JOBS_TRIPS] += 1;
             words[JOBS_TRIPS_NS] += seen[a].known_ns - posted;
         }
@@ -50,8 +50,6 @@ DEVICE void note_jobs(u64* words, const JobSeen (&seen)[USED]) {
     board[BOARD_FAILED] = load_fresh(words + JOBS_FAILED);
     board[BOARD_TRIPS] = words[JOBS_TRIPS];
     board[BOARD_TRIPS_NS] = words[JOBS_TRIPS_NS];
-    board[BOARD_OVERS] = load_fresh(words + JOBS_OVERS);
-    board[BOARD_OVERS_NS] = load_fresh(words + JOBS_OVERS_NS);
 #pragma unroll
     for (i32 i = 0; i < N_PART; i++)
         board[BOARD_PARTS + at + i] = counts[i];

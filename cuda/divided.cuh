@@ -18,15 +18,12 @@ DEVICE void note_own(u64* words) {
 DEVICE void fetch_z(const LayerJob& job, u64* words, const Z& to, i64 place, i32 made_of) {
     __shared__ i32 done;
     const i32 units = job_units(made_of);
-    __shared__ u64 answered; // when that was known; 0: it was there already
     // Known before the answer: what follows that is in everybody's way.
     const u64 from = load_fresh(words + JOBS_OUTPUTS) + job.place * load_fresh(words + JOBS_OUTPUT_BYTES);
     if (threadIdx.x == 0) {
         u64 waited_ns;
         done = await_done(job.record, job.number, load_fresh(words + JOBS_PATIENCE_NS), waited_ns);
-        const u64 now = clock_ns();
-        answered = done && waited_ns ? now : 0;
-        words[JOBS_ANSWERED_NS] = now;
+        words[JOBS_ANSWERED_NS] = clock_ns();
         u64* const part = words + JOBS_PARTS + job_part(made_of);
         atomicAdd(part + PART_DIVIDED, (u64)1);
         atomicAdd(part + PART_UNITS, (u64)units);
@@ -34,13 +31,6 @@ DEVICE void fetch_z(const LayerJob& job, u64* words, const Z& to, i64 place, i32
             words[JOBS_FAILED] = job.number;
     }
     __syncthreads();
-    // By the thread that has the least else to do: what there was from the post to the answer but the CPU's work.
-    if (threadIdx.x == blockDim.x - 1 && answered) {
-        const u64 trip_ns = answered - load_fresh(words + JOBS_POSTED_NS);
-        const u64 work_ns = load_fresh(&job.record->done_ns) - load_fresh(&job.record->claimed_ns);
-        atomicAdd(words + JOBS_OVERS, (u64)1);
-        atomicAdd(words + JOBS_OVERS_NS, trip_ns > work_ns ? trip_ns - work_ns : 0);
-    }
     const i32 row0 = ((to.F + JOB_ROWS - 1) / JOB_ROWS - units) * JOB_ROWS;
 #if DOWN_FLOAT
     const volatile float* const z = (const volatile float*)from;

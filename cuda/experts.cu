@@ -286,8 +286,9 @@ KERNEL __launch_bounds__(WARPS * WARP, 2)
         return;
     }
     const i32 row0 = (block - copiers) * 32, rows = min(32, F - row0);
-    const u8* const gate = own_rows(record.source[0], record.target[0], (i64)row0 * GATE_BYTES, rows * GATE_BYTES);
-    const u8* const up = own_rows(record.source[1], record.target[1], (i64)row0 * UP_BYTES, rows * UP_BYTES);
+    const OwnRows brought = own_rows({record.source[0], record.source[1]}, {record.target[0], record.target[1]}, row0, rows,
+                                 GATE_BYTES, UP_BYTES);
+    const u8 *const gate = brought.gate, *const up = brought.up;
     if (record.target[0] || record.target[1]) {
         __syncthreads();
 #if JOBS

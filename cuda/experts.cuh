@@ -95,33 +95,55 @@ DEVICE i32 own_pair(const i32* pairs, const Uses& uses) {
 
 DEVICE float activate(float x) { return GELU ? gelu(x) : silu(x); }
 
-// Every thread has UNROLL reads under way; a block reads 16 * UNROLL * blockDim.x consecutive bytes at once. More than keeps the
-// link busy only makes a queue, and where the CPU has experts its answers wait in it (engine/ops/cuda/handing.py).
-DEVICE void copy_part(u8* to, const u8* from, i64 n_bytes, i32 block, i32 n_blocks) {
-    constexpr i32 UNROLL = (JOBS ? 2 : 4) / (WARPS > 8 ? WARPS / 8 : 1);
-    const i64 n = (n_bytes + 15) / 16, n_threads = blockDim.x, step = n_blocks * n_threads * UNROLL;
-    for (i64 start = block * n_threads * UNROLL + threadIdx.x; start < n; start += step) {
-        uint4 v[UNROLL];
+// 16 bytes each, consecutive; none where there is nothing to copy.
+struct Pieces {
+    u8* to;
+    const u8* from;
+    i64 n;
+};
+
+// Every thread has UNROLL reads under way, the next one when the first has come.
+DEVICE void copy_pieces(const Pieces& a, const Pieces& b, i32 block, i32 n_blocks) {
+    constexpr i32 UNROLL = 4 / (WARPS > 8 ? WARPS / 8 : 1);
+    const i64 n = a.n + b.n, step = (i64)n_blocks * blockDim.x;
+    auto source = [&](i64 i) { return i < a.n ? a.from + 16 * i : b.from + 16 * (i - a.n); };
+    auto target = [&](i64 i) { return (uint4*)(i < a.n ? a.to + 16 * i : b.to + 16 * (i - a.n)); };
+    auto load = [&](i64 i) { return GUESSES ? load_shared16(source(i)) : load_once16(source(i)); };
+    uint4 v[UNROLL];
+    i64 at = (i64)block * blockDim.x + threadIdx.x;
 #pragma unroll
-        for (i32 i = 0; i < UNROLL; i++)
-            if (start + i * n_threads < n)
-                v[i] = GUESSES ? load_shared16(from + 16 * (start + i * n_threads))
-                               : load_once16(from + 16 * (start + i * n_threads));
+    for (i32 i = 0; i < UNROLL; i++)
+        if (at + i * step < n)
+            v[i] = load(at + i * step);
+    while (at < n) {
 #pragma unroll
-        for (i32 i = 0; i < UNROLL; i++)
-            if (start + i * n_threads < n)
-                *(uint4*)(to + 16 * (start + i * n_threads)) = v[i];
+        for (i32 i = 0; i < UNROLL; i++, at += step) {
+            if (at < n)
+                *target(at) = v[i];
+            if (at + UNROLL * step < n)
+                v[i] = load(at + UNROLL * step);
+        }
     }
 }
+DEVICE void copy_part(u8* to, const u8* from, i64 n_bytes, i32 block, i32 n_blocks) {
+    copy_pieces({to, from, (n_bytes + 15) / 16}, {}, block, n_blocks);
+}
 
-// The block's rows of gate or up: where it may read them. A part that enters a slot is copied there first, in whole
+// The block's rows of gate and up, and where it may read them. A part that enters a slot is copied there first, in whole
 // 16-byte pieces: the ones at both ends belong to other blocks too, which write the same bytes.
-DEVICE const u8* own_rows(const u8* source, u8* target, i64 offset, i32 n_bytes) {
-    if (!target)
-        return source + offset;
-    const i32 skew = (i32)(offset & 15);
-    copy_part(target + offset - skew, source + offset - skew, skew + n_bytes, 0, 1);
-    return target + offset;
+struct OwnRows {
+    const u8 *gate, *up;
+};
+DEVICE Pieces own_pieces(const u8* source, u8* target, i64 offset, i32 n_bytes) {
+    const i64 from = offset & ~(i64)15;
+    return target ? Pieces{target + from, source + from, (offset - from + n_bytes + 15) / 16} : Pieces{};
+}
+DEVICE OwnRows own_rows(const u8* const (&source)[2], u8* const (&target)[2], i32 row0, i32 rows, i32 gate_bytes, i32 up_bytes) {
+    const i64 gate = (i64)row0 * gate_bytes, up = (i64)row0 * up_bytes;
+    if (target[0] || target[1])
+        copy_pieces(own_pieces(source[0], target[0], gate, rows * gate_bytes),
+                    own_pieces(source[1], target[1], up, rows * up_bytes), 0, 1);
+    return {(target[0] ? target[0] : source[0]) + gate, (target[1] ? target[1] : source[1]) + up};
 }
 
 // The down parts that enter slots, of all records: by block `block` of n_blocks.

@@ -58,20 +58,20 @@ constexpr i32 MOST_MISSED = 16; // MAX_USED of routing.py
 enum { PART_LAYERS, PART_DONE, PART_DIVIDED, PART_UNITS, PART_TAKEN, PART_WAITED_NS, N_PART, PART_WORDS = 8 };
 // Words of device memory that the kernels of a step share (engine/ops/cuda/cpu_experts.py): the numbers of the layer's first
 // job and of the next one, by `route`; the last that was never answered; times; addresses and sizes of places in host memory,
-// of which each record has one, and of a board there; when the layer's first job was posted; how often that was waited for, and
-// ns from its post to its answer then; whether all that the layer misses is whole jobs. Then of divided experts: when a block of gate_up last had what it copies; when the last one's answer was known, 0: it was
-// taken back; how often one was waited for, and ns of these hand-overs. Then what came of layers, by how many they missed.
+// of which each record has one, and of a board there; when the layer's first job was posted; how often that was waited for where
+// the layer had nothing else to do, and ns from its post to its answer then; whether all that the layer misses is whole jobs. Then of divided experts: when a block of gate_up last had what it copies; when the last one's answer was known, 0: it was
+// taken back. Then what came of layers, by how many they missed.
 // And, for each job of a layer, 4 * number and whose it is: SPARK_JOB_CLAIMED, DECLINED, DONE as the answers are, or
 // NEVER_ANSWERED.
 enum {
     JOBS_FIRST, JOBS_NEXT, JOBS_FAILED, JOBS_BOUND_NS, JOBS_PATIENCE_NS,
     JOBS_RING, JOBS_INPUTS, JOBS_INPUT_BYTES, JOBS_OUTPUTS, JOBS_OUTPUT_BYTES,
     JOBS_BOARD, JOBS_POSTED_NS, JOBS_TRIPS, JOBS_TRIPS_NS, JOBS_ALONE,
-    JOBS_OWN_NS, JOBS_ANSWERED_NS, JOBS_OVERS, JOBS_OVERS_NS,
+    JOBS_OWN_NS, JOBS_ANSWERED_NS,
     JOBS_PARTS, JOBS_KNOWN = JOBS_PARTS + (MOST_MISSED + 1) * PART_WORDS,
 };
 // What the board says, so that the host need not wait for the device to read it; parts as above.
-enum { BOARD_FAILED, BOARD_TRIPS, BOARD_TRIPS_NS, BOARD_OVERS, BOARD_OVERS_NS, BOARD_PARTS = 8 };
+enum { BOARD_FAILED, BOARD_TRIPS, BOARD_TRIPS_NS, BOARD_PARTS = 8 };
 constexpr i32 NEVER_ANSWERED = 0;
 
 // The job of a record (experts.cuh): its place among the layer's, from 1 on, and, from the ninth bit on, how many of the last

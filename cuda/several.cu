@@ -191,9 +191,9 @@ KERNEL __launch_bounds__(WARPS * WARP, PER_SM)
     const i32 rows = min(32, F - row0);
     u8* const gate_slot = (u8*)word_of(record, 3);
     u8* const up_slot = (u8*)word_of(record, 4);
-    const u8* const gate =
-        own_rows((const u8*)word_of(record, 0), gate_slot, (i64)row0 * GATE_BYTES, rows * GATE_BYTES);
-    const u8* const up = own_rows((const u8*)word_of(record, 1), up_slot, (i64)row0 * UP_BYTES, rows * UP_BYTES);
+    const OwnRows brought = own_rows({(const u8*)word_of(record, 0), (const u8*)word_of(record, 1)}, {gate_slot, up_slot}, row0,
+                                 rows, GATE_BYTES, UP_BYTES);
+    const u8 *const gate = brought.gate, *const up = brought.up;
     if (gate_slot || up_slot)
         __syncthreads();
 

@@ -15,6 +15,9 @@ UNIT_ROWS = 32  # of gate and up: a block of z in 8 bits
 # What a divided expert costs on the GPU: z is read from host memory and written to where `down` reads it. Not measured:
 # a read over PCIe, and a block that ends a little later.
 COPY_US = 3.0
+# What a layer takes besides, where the GPU computes a part of what it missed and the CPU another: copies that begin and
+# end, z that `down` waits for, counters. Not measured as a model loads, either: benchmarks/divisions.py has it.
+BOTH_US = 8.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +27,8 @@ class Costs:
     pcie_us: an expert over PCIe. cpu_us: 1, 2, ... experts on the CPU; more cost as much more as the last did.
     handover_us: from the GPU's post to the CPU's answer, without experts. split_us: what a divided one costs besides.
     n_ff: rows of gate and up, 0 where experts are not divided. first_share: gate and up of an expert's bytes. busy_us:
-    the hand-over while PCIe brings other experts; None: as long.
+    the hand-over while PCIe brings other experts; None: as long. later_us: how much later the CPU's part ends than by
+    these, where PCIe brings another; it may be negative. both_us: what a layer that both have a part of takes besides.
     """
 
     pcie_us: float
@@ -34,9 +38,11 @@ class Costs:
     n_ff: int = 0
     first_share: float = 2 / 3
     busy_us: float | None = None
+    later_us: float = 0.0
+    both_us: float = 0.0
 
     def __post_init__(self) -> None:
-        numbers = (self.pcie_us, *self.cpu_us, self.handover_us, self.split_us, self.busy_us or 0.0)
+        numbers = (self.pcie_us, *self.cpu_us, self.handover_us, self.split_us, self.busy_us or 0.0, self.both_us)
         if not self.cpu_us or not all(0 <= n < float("inf") for n in numbers) or not 0 <= self.first_share <= 1:
             raise ValueError(f"costs: expected times of at least one expert, finite and not negative, got {self}")
 
@@ -46,7 +52,9 @@ class Costs:
 
     def of_handover(self, is_alone: bool) -> float:
         """Microseconds of the hand-over; is_alone: nothing comes over PCIe meanwhile."""
-        return self.handover_us if is_alone or self.busy_us is None else self.busy_us
+        if is_alone:
+            return self.handover_us
+        return (self.handover_us if self.busy_us is None else self.busy_us) + self.later_us
 
     def of_cpu(self, n: float) -> float:
         """Microseconds of n experts on the CPU, between those that were measured as it lies between them."""
@@ -83,9 +91,9 @@ def makespan(n_missed: int, experts: int, rows: int, costs: Costs) -> float:
     if not experts and not rows:
         return n_missed * costs.pcie_us
     amount = experts + costs.amount(rows)
-    handover_us = costs.of_handover(experts == n_missed and not rows)
-    own = handover_us + costs.of_cpu(amount) + (costs.split_us if rows else 0.0)
-    return max((n_missed - amount) * costs.pcie_us, own)
+    is_alone = experts == n_missed and not rows
+    own = costs.of_handover(is_alone) + costs.of_cpu(amount) + (costs.split_us if rows else 0.0)
+    return own if is_alone else max((n_missed - amount) * costs.pcie_us, own) + costs.both_us
 
 
 def _rows(n_missed: int, experts: int, costs: Costs) -> list[int]:
@@ -101,6 +109,6 @@ def _rows(n_missed: int, experts: int, costs: Costs) -> list[int]:
     own = costs.of_handover(False) + costs.of_cpu(experts) + costs.split_us
     others = (n_missed - experts) * costs.pcie_us
     meets = (others - own) / (costs.pcie_us + step) if costs.pcie_us + step > 0 else 0.0
-    unit = floor(meets / costs.first_share * costs.n_ff / UNIT_ROWS)
+    unit = floor(min(max(meets, 0.0), 1.0) / costs.first_share * costs.n_ff / UNIT_ROWS)
     near = {min(max(u, 1), units) for u in (1, unit - 1, unit, unit + 1, units)}
     return [min(u * UNIT_ROWS, costs.n_ff) for u in sorted(near)]

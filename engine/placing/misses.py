@@ -24,6 +24,9 @@ GOOD_WINDOWS = 16  # in a row, after which an earlier loss is forgotten
 LEAST_GAIN = 0.05  # of what a layer's misses take over PCIe, for a division
 NEWEST = 0.25  # of an average, what the last window counts
 MOST_DRIFT = 8.0  # of the CPU's rate, up or down, in one window: more is no drift, but a thread that lost its core
+# Of what PCIe takes for an expert: a wait for the CPU after which an entry gives it more, or less; by how many
+# microseconds its part is taken to be longer or shorter then, at once and at most.
+SHORT_WAIT, LONG_WAIT, BALANCE, MOST_LATER = 0.04, 0.15, 0.05, 1.0
 BOUNDS = 2.0  # times what a claim may take until it is waited for no longer
 LEAST_BOUND_US = 10.0
 IDLE_STEPS = 16  # of one token, in which as much is to be gained as jobs take where nothing is handed over:
@@ -70,22 +73,19 @@ class Part(NamedTuple):
 class Tally:
     """Counters since the start. parts: by how many experts a layer missed, 0, 1, ...; those that lack are zeros.
 
-    trips: layers that waited for their first job's answer; trips_us: from its post to the answer, then. overs: how
-    often a divided expert was waited for; overs_us: of these hand-overs, without the CPU's work.
+    trips: layers that were the CPU's alone and waited for their first job's answer; trips_us: from its post to the
+    answer, then.
     """
 
     parts: tuple[Part, ...] = ()
     trips: int = 0
     trips_us: float = 0.0
-    overs: int = 0
-    overs_us: float = 0.0
 
     def since(self, other: Tally) -> Tally:
         """What came after another."""
         return Tally(
             tuple(a.minus(b) for a, b in zip_longest(self.parts, other.parts, fillvalue=Part())),
             self.trips - other.trips, self.trips_us - other.trips_us,
-            self.overs - other.overs, self.overs_us - other.overs_us,
         )  # fmt: skip
 
     @property
@@ -98,7 +98,8 @@ class Tally:
 class _Entry:
     """What is known of an entry of the table. seen: since it was judged last; lost: how often it has lost lately.
 
-    retry_s: until when it is left to PCIe; 0: it is not. why: it was, the last time.
+    retry_s: until when it is left to PCIe; 0: it is not. why: it was, the last time. followed: since `later_us`, as of
+    `Costs`, followed it last.
     """
 
     seen: Part = field(default_factory=Part)
@@ -106,6 +107,8 @@ class _Entry:
     good: int = 0
     retry_s: float = 0.0
     why: str = ""
+    followed: Part = field(default_factory=Part)
+    later_us: float = 0.0
 
 
 # Experts that overlapped on the CPU, of divided ones parts, and us from the first claim to the last answer.
@@ -145,7 +148,7 @@ class MissGate:
     @property
     def layer_us(self) -> tuple[float, ...]:
         """What 0, 1, ... misses of a layer take by the costs, divided as the table says."""
-        return tuple(makespan(n, experts, rows, self.costs) for n, (experts, rows) in enumerate(self.table))
+        return tuple(makespan(n, *division, self._costs_of(n)) for n, division in enumerate(self.table))
 
     @property
     def left(self) -> dict[int, str]:
@@ -174,7 +177,7 @@ class MissGate:
                 self._lost = 0
         else:  # what was lost is dealt with, and says nothing about how much misses
             self._idle_from, self._steps = tally, 0
-        self._follow(new, spans())
+        self._follow(new, spans(), now_s)
         if self._divide():
             return True
         return self._rest(now_s) or self.lose(f"PCIe alone is as fast now: {said(self.costs)}", now_s)
@@ -193,7 +196,7 @@ class MissGate:
         if self.state == "off":
             self.costs, self._rate, self._later_us, self._from = self.begun, 1.0, 0.0, tally
             for entry in self._entries:
-                entry.seen = Part()
+                entry.seen, entry.followed, entry.later_us = Part(), Part(), 0.0
         self._idle_from, self._steps = tally, 0
         self._free(now_s)
         if self._divide():
@@ -246,6 +249,7 @@ class MissGate:
         entry.why = f"an expert was waited for {waited:.0f} us, PCIe takes {took:.0f} for as much"
         entry.retry_s = now_s + RETRY_S[entry.lost] if entry.lost < len(RETRY_S) else NEVER_S
         entry.lost, entry.good, entry.seen = entry.lost + 1, 0, Part()
+        entry.later_us = 0.0
 
     def _free(self, now_s: float) -> bool:
         """Try entries again whose time has come; whether there were any."""
@@ -265,7 +269,7 @@ class MissGate:
 
     # --- all of it ---
 
-    def _follow(self, new: Tally, spans: Spans) -> None:
+    def _follow(self, new: Tally, spans: Spans, now_s: float) -> None:
         """Let the costs follow what was seen."""
         begun = self.begun
         split_us = max(0.0, begun.split_us - COPY_US)
@@ -276,17 +280,38 @@ class MissGate:
             if self._rate / MOST_DRIFT <= ratio <= self._rate * MOST_DRIFT:
                 self._rate += NEWEST * (ratio - self._rate)
         cpu_us = tuple(us * self._rate for us in begun.cpu_us)
-        most_us = max(begun.handover_us, begun.busy_us or 0.0)
-        if n := new.trips + new.overs:  # of layers with other misses, and of those with none: more than either is drift
-            seen_us = max(0.0, (new.trips_us - new.trips * cpu_us[0] + new.overs_us) / n - most_us)
+        if new.trips:
+            seen_us = max(0.0, new.trips_us / new.trips - cpu_us[0] - begun.handover_us)
             self._later_us += NEWEST * (seen_us - self._later_us)
-        busy_us = None if begun.busy_us is None else begun.busy_us + self._later_us
-        handover_us = begun.handover_us + self._later_us
-        self.costs = replace(begun, cpu_us=cpu_us, handover_us=handover_us, busy_us=busy_us)
+        self.costs = replace(begun, cpu_us=cpu_us, handover_us=begun.handover_us + self._later_us)
+        for n, part in enumerate(new.parts[: self.n_used + 1]):
+            self._balance(n, part, now_s)
+
+    def _balance(self, n: int, part: Part, now_s: float) -> None:
+        """Of layers that miss n the CPU gets more where its answers come before copies end, else less."""
+        entry, division = self._entries[n], self.table[n]
+        if entry.retry_s or division in (NOTHING, (n, 0)):  # of (n, 0) the layer has nothing else to do than wait
+            entry.followed = Part()
+            return
+        entry.followed = seen = entry.followed.plus(part)
+        if seen.jobs < WINDOW_JOBS:
+            return
+        entry.followed, pcie_us = Part(), self.begun.pcie_us
+        wait_us = seen.waited_us / seen.layers
+        if wait_us < SHORT_WAIT * pcie_us:
+            entry.later_us = max(entry.later_us - BALANCE * pcie_us, -MOST_LATER * pcie_us)
+        elif wait_us > LONG_WAIT * pcie_us:
+            entry.later_us = min(entry.later_us + BALANCE * pcie_us, MOST_LATER * pcie_us)
+            if self._found()[n] == NOTHING:
+                self._leave(n, seen, now_s)
+
+    def _costs_of(self, n: int) -> Costs:
+        """The costs of layers that miss n."""
+        return replace(self.costs, later_us=self._entries[n].later_us)
 
     def _found(self) -> list[tuple[int, int]]:
         """The table by the costs. What gains too little is left to PCIe: costs are estimates."""
-        found = [divide(n, self.costs) for n in range(self.n_used + 1)]
+        found = [divide(n, self._costs_of(n)) for n in range(self.n_used + 1)]
         most_us = (1.0 - LEAST_GAIN) * self.costs.pcie_us
         return [(d.experts, d.rows) if d.us <= n * most_us else NOTHING for n, d in enumerate(found)]
 

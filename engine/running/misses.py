@@ -32,7 +32,7 @@ from engine.ops.cuda.long_jobs import LongJobs
 from engine.ops.cuda.several_jobs import SeveralJobs
 from engine.ops.cuda.workspace import Workspace
 from engine.ops.jobs import MAX_TOKENS, Bank
-from engine.placing.division import COPY_US, UNIT_ROWS, Costs
+from engine.placing.division import BOTH_US, COPY_US, UNIT_ROWS, Costs
 from engine.placing.long_misses import LongTally
 from engine.placing.misses import MissGate, said
 from engine.placing.policy import LRU
@@ -277,7 +277,8 @@ def measure(
     if found.handover_us is None or found.pcie_gb_per_s is None:
         return None
     busy_us = None if found.busy_us is None else max(found.handover_us, found.busy_us)
-    costs = Costs(n_bytes / found.pcie_gb_per_s / 1e3, cpu_us, found.handover_us, busy_us=busy_us)
+    pcie_us = n_bytes / found.pcie_gb_per_s / 1e3
+    costs = Costs(pcie_us, cpu_us, found.handover_us, busy_us=busy_us, both_us=BOTH_US)
     if not half:
         return costs
     divided = replace(costs, n_ff=cpu.n_ff, first_share=first_share)

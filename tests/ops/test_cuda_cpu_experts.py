@@ -219,7 +219,7 @@ def test_a_job_that_is_never_answered_ends_the_step(device: Any) -> None:
                 cpu.pool.wake()
                 layer.step(division=one, compare=False)
         assert cpu.counts() == {"jobs": 1, "taken_back": 0, "failed": 1} and cpu.failed == 1
-        assert cpu.tally.trips == 1 and cpu.tally.trips_us >= cpu.tally.total.waited_us >= 1e3
+        assert cpu.tally.total.waited_us >= 1e3
 
 
 def test_the_bound_is_changed_between_steps(device: Any) -> None:

@@ -13,7 +13,7 @@ tables = st.lists(us, min_size=1, max_size=5)
 costs_of_all_kinds = st.builds(
     Costs, pcie_us=us, cpu_us=tables, handover_us=us, split_us=st.just(0.0) | us,
     n_ff=st.sampled_from([0, 32, 96, 704, 1000]), first_share=st.sampled_from([0.0, 0.5, 2 / 3, 1.0]),
-    busy_us=st.none() | us,
+    busy_us=st.none() | us, later_us=st.just(0.0) | st.floats(-100, 100), both_us=st.just(0.0) | us,
 )  # fmt: skip
 
 

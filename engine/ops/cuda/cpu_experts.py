@@ -20,8 +20,8 @@ from engine.placing.division import UNIT_ROWS
 from engine.placing.misses import Part, Table, Tally
 
 # Words of jobs.cuh, and of the board; of a part, and from one to the next.
-_NEXT, _FAILED, _BOUND_NS, _PARTS = 1, 2, 3, 19
-_N_COUNTS, _BOARD_PARTS = 5, 8
+_NEXT, _FAILED, _BOUND_NS, _PARTS = 1, 2, 3, 17
+_N_COUNTS, _BOARD_PARTS = 3, 8
 _N_PART, _PART_WORDS, _MOST_MISSED, _TAKEN = 6, 8, 16, 4
 _PARTS_WORDS = (_MOST_MISSED + 1) * _PART_WORDS
 _N_WORDS = _PARTS + _PARTS_WORDS + _MOST_MISSED
@@ -132,12 +132,12 @@ class CpuExperts:
     @property
     def tally(self) -> Tally:
         """What the GPU has said so far; it may be a layer behind. Waits for nothing."""
-        _, trips, trips_ns, overs, overs_ns = self._board[:_N_COUNTS].tolist()
+        _, trips, trips_ns = self._board[:_N_COUNTS].tolist()
         parts = tuple(
             Part(layers, done, divided, units * UNIT_ROWS, taken, waited_ns / 1e3)
             for layers, done, divided, units, taken, waited_ns in self._board_parts.tolist()
         )
-        return Tally(parts, trips, trips_ns / 1e3, overs, overs_ns / 1e3)
+        return Tally(parts, trips, trips_ns / 1e3)
 
     def spans(self) -> list[tuple[float, float]]:
         """Of the last jobs that were done: how many overlapped, and us from the first claim to the last answer.

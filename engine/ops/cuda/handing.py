@@ -22,6 +22,9 @@ from engine.ops.jobs import MAX_RECORDS, Job
 MODULE = Module("handover.cu", (("UNROLL", "2"),))
 LAYERS, BLOCKS, THREADS = 24, 32, 256
 READER_BLOCKS, READER_THREADS, READ_BYTES = 32, 256, 32  # as `gate_up` has them, and bytes that a thread has under way
+# Of these while hand-overs are timed: the answer that is waited for comes when most has been copied, so few reads are
+# under way (docs/misses.md, "The division").
+LATE_BLOCKS = 8
 BEFORE_NS = 2000  # of work between a layer and the post of the next
 BOUND_NS = 20_000_000  # after which a job is taken back
 MOST_TAKEN = LAYERS // 4  # or nothing is measured
@@ -59,10 +62,10 @@ class HandOver:
         graph = self.device.capture(self._enqueue)
         idle_us = self._of(graph)
         rate = None
-        if self._read_some(memory, FIRST_BYTES):
+        if self._read_some(memory, FIRST_BYTES, READER_BLOCKS):
             self.device.synchronize()
             rate = self._rate()
-        busy_us = self._of(graph, memory, int(rate * 1e9 * BESIDE_S) // READER_BLOCKS) if rate else None
+        busy_us = self._of(graph, memory, int(rate * 1e9 * BESIDE_S) // LATE_BLOCKS) if rate else None
         return Measured(idle_us, busy_us, rate)
 
     def _enqueue(self) -> None:
@@ -96,7 +99,7 @@ class HandOver:
             for array in (self._q, self._d, self._x, self._counter, self._relayed, self._failed, self._taken):
                 device.write(array, np.zeros(array.shape, array.dtype))
             device.synchronize()
-            if memory is not None and not self._read_some(memory, n_bytes):
+            if memory is not None and not self._read_some(memory, n_bytes, LATE_BLOCKS):
                 return None
             cpu.pool.wake()
             time.sleep(2e-4)  # until they are awake
@@ -108,17 +111,17 @@ class HandOver:
             found = ((stamps[:, 1] - stamps[:, 0]) / 1e3).tolist()
         return max(0.0, median(found))
 
-    def _read_some(self, memory: NDArray[np.uint8], n_bytes: int) -> bool:
+    def _read_some(self, memory: NDArray[np.uint8], n_bytes: int, n_blocks: int) -> bool:
         """Begin to read host memory on a stream of its own, so much a block; whether there is enough of it."""
         threads = READER_THREADS
-        while threads * READER_BLOCKS * READ_BYTES > memory.nbytes:
+        while threads * n_blocks * READ_BYTES > memory.nbytes:
             threads //= 2
         if threads < 32:
             return False
         address, limits = np.uint64(self.device.pointer(memory)), (np.int64(MOST_S * 1e9), np.int64(n_bytes))
         arguments = (address, np.int64(memory.nbytes), None, *limits, self._read, self._sink)
         with self.device.on(self._stream):
-            self._kernels["reader"](READER_BLOCKS, threads, arguments)
+            self._kernels["reader"](n_blocks, threads, arguments)
         return True
 
     def _rate(self) -> float | None:
