@@ -149,7 +149,8 @@ def main() -> None:
             replay=Path(folder) / "replay.npy",
         )  # fmt: skip
         assert config.replay is not None
-        np.save(config.replay, np.zeros((N_TOKENS, len(shape.moe_layers), shape.n_expert_used), np.int32))
+        first = np.arange(shape.n_expert_used, dtype=np.int32)  # until what is resident is known
+        np.save(config.replay, np.broadcast_to(first, (N_TOKENS, len(shape.moe_layers), len(first))))
         engine = Engine(config)
     check_settings(config, engine.ready())
     loaded = engine.loaded

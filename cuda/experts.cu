@@ -81,41 +81,77 @@ KERNEL gated(const float* g, const float* u, i32 n_elements, i32 n_blocks, float
 #elif defined GATE
 
 #if JOBS
-// Activations and the record, by a block; the job is posted when it ends. Rows of `given` are COLS wide. F: rows of gate and up.
-DEVICE void hand_over(const LayerJob& job, u64* words, const ActiveExpert& expert, const Input& given, i32 bank,
-                      float gate_scale, i32 F) {
-    const u64 input = load_fresh(words + JOBS_INPUTS) + job.place * load_fresh(words + JOBS_INPUT_BYTES);
-    if constexpr (is_float(GATE)) {
-        for (i32 i = threadIdx.x; i < COLS; i += blockDim.x)
-            ((float*)input)[i] = given.x[i];
-    } else {
-        for (i32 i = threadIdx.x; i < COLS / 4; i += blockDim.x)
-            ((u32*)input)[i] = ((const u32*)given.q)[i];
-        for (i32 i = threadIdx.x; i < COLS / 32; i += blockDim.x)
-            ((float*)(input + COLS))[i] = given.d[i];
-    }
-    if (threadIdx.x == 0) {
-        spark_job* const to = job.record;
+// What a block hands over of the layer but the record: it may be loaded before that is known. By all of its threads.
+struct Handed {
+    // Activations as they lie in the job's place, by words: in 8 bits with their scales behind them, or floats.
+    static constexpr i32 N_Q = is_float(GATE) ? 0 : COLS / 4, N_WORDS = is_float(GATE) ? COLS : N_Q + COLS / 32;
+    static constexpr i32 EACH = (N_WORDS + WARPS * WARP - 1) / (WARPS * WARP);
+    u32 words[EACH];
+    u64 ring, inputs, input_bytes, outputs, output_bytes;
+
+    __device__ Handed(const u64* jobs, const Input& given) {
+        const u32* const rest = is_float(GATE) ? (const u32*)given.x : (const u32*)given.d;
 #pragma unroll
-        for (i32 part = 0; part < 3; part++)
-            to->source[part] = (u64)expert.source[part];
-        to->input = input;
-        to->input_scales = input + COLS;
-        to->output = load_fresh(words + JOBS_OUTPUTS) + job.place * load_fresh(words + JOBS_OUTPUT_BYTES);
-        to->output_scales = to->output + F; // of z
-        to->gate_scale = gate_scale;
-        to->bank = bank;
-        const bool divided = job_units(expert.job) > 0;
-        to->part = divided ? SPARK_JOB_FIRST : SPARK_JOB_BOTH;
-        to->first = divided ? JOB_ROWS * job_first(expert.job, F) : 0, to->last = divided ? F : COLS;
-        to->count = 1, to->token[0] = 0;
+        for (i32 j = 0; j < EACH; j++)
+            if (const i32 i = threadIdx.x + j * WARPS * WARP; i < N_WORDS)
+                words[j] = i < N_Q ? ((const u32*)given.q)[i] : rest[i - N_Q];
+        ring = load_fresh(jobs + JOBS_RING);
+        inputs = load_fresh(jobs + JOBS_INPUTS), input_bytes = load_fresh(jobs + JOBS_INPUT_BYTES);
+        outputs = load_fresh(jobs + JOBS_OUTPUTS), output_bytes = load_fresh(jobs + JOBS_OUTPUT_BYTES);
     }
+
+    // The record's job is posted when it ends. first: the number of the layer's first one. F: rows of gate and up.
+    __device__ void over(u64* jobs, u64 first, const ActiveExpert& expert, i32 bank, float gate_scale, i32 F) const {
+        const u64 number = first + (u64)(job_place(expert.job) - 1), place = (number - 1) % SPARK_JOB_RECORDS;
+        const u64 input = inputs + place * input_bytes;
+#pragma unroll
+        for (i32 j = 0; j < EACH; j++)
+            if (const i32 i = threadIdx.x + j * WARPS * WARP; i < N_WORDS)
+                ((u32*)input)[i] = words[j];
+        spark_job* const to = job_of(ring, SPARK_JOB_RECORDS, number);
+        if (threadIdx.x == 0) {
+#pragma unroll
+            for (i32 part = 0; part < 3; part++)
+                to->source[part] = (u64)expert.source[part];
+            to->input = input;
+            to->input_scales = input + COLS;
+            to->output = outputs + place * output_bytes;
+            to->output_scales = to->output + F; // of z
+            to->gate_scale = gate_scale;
+            to->bank = bank;
+            const bool divided = job_units(expert.job) > 0;
+            to->part = divided ? SPARK_JOB_FIRST : SPARK_JOB_BOTH;
+            to->first = divided ? JOB_ROWS * job_first(expert.job, F) : 0, to->last = divided ? F : COLS;
+            to->count = 1, to->token[0] = 0;
+        }
+        __syncthreads();
+        if (threadIdx.x == 0) {
+            if (job_place(expert.job) == 1)
+                jobs[JOBS_POSTED_NS] = clock_ns(); // who sees the answer sees this
+            post_job(to, number);
+        }
+    }
+};
+#endif
+
+#if JOBS && SETTLES
+// By a block for each record: its job, if it is one, when the first of these blocks has settled which.
+DEVICE void hand_over(const u8* active, const i32* n_active, u64* jobs, const Input& given, i32 bank, const float* gate_scales,
+                      i32 F, const u64* settled) {
+    __shared__ u64 words[RECORD_WORDS], first;
+    if (blockIdx.x > 0)
+        dependency_wait_first();
+    const Handed handed(jobs, given);
+    if (threadIdx.x == 0 && blockIdx.x > 0)
+        await_settled(settled);
     __syncthreads();
-    if (threadIdx.x == 0) {
-        if (job_place(expert.job) == 1)
-            words[JOBS_POSTED_NS] = clock_ns(); // who sees the answer sees this
-        post_job(job.record, job.number);
-    }
+    if (threadIdx.x == WARP)
+        first = load_fresh(jobs + JOBS_FIRST);
+    fetch_record(words, active, n_active, blockIdx.x, threadIdx.x);
+    __syncthreads();
+    ActiveExpert record;
+    if (read_record(words, record) && record.job > 0)
+        handed.over(jobs, first, record, bank, WEIGHTED ? gate_scales[record.expert] : 1.0f, F);
 }
 #endif
 
@@ -165,6 +201,10 @@ KERNEL __launch_bounds__(WARPS * WARP, 2)
     if (block < 0) {
         if (blockIdx.x == 0)
             settle_step(*(Step*)shared, route, true, {(i64)F * GATE_BYTES, (i64)F * UP_BYTES, down_bytes});
+#if JOBS
+        if (!beside)
+            hand_over(active, n_active, jobs, global_input(x, q, d, sums), bank, gate_scales, F, route.settled);
+#endif
         return;
     }
     Known& known = *(Known*)shared;
@@ -194,15 +234,15 @@ KERNEL __launch_bounds__(WARPS * WARP, 2)
             return;
     }
 #if JOBS
-    // The first block of the record hands it over. The first one of what the CPU may compute asks whose it is, and tells the
-    // others of that, which come behind it. What else there is of a divided expert goes on meanwhile.
+    // The first block of the record hands it over, unless one ahead of it does. The first one of what the CPU may compute asks
+    // whose it is, and tells the others of that, which come behind it. What else there is of a divided expert goes on meanwhile.
     if (record.job > 0) {
         __shared__ i32 whose;
         const LayerJob job(jobs, job_place(record.job));
         const i32 units = job_units(record.job), asking = units ? copiers + job_first(record.job, F) : 0;
-        if (block == 0)
-            hand_over(job, jobs, record, global_input(x, q, d, sums), bank,
-                      WEIGHTED ? gate_scales[record.expert] : 1.0f, F);
+        if (!SETTLES && block == 0)
+            Handed(jobs, global_input(x, q, d, sums))
+                .over(jobs, load_fresh(jobs + JOBS_FIRST), record, bank, WEIGHTED ? gate_scales[record.expert] : 1.0f, F);
         if (block >= asking) {
             const bool asks = block == asking;
             if (threadIdx.x == 0) {

@@ -102,28 +102,36 @@ struct Pieces {
     i64 n;
 };
 
-// Every thread has UNROLL reads under way, the next one when the first has come.
+// Every thread has UNROLL reads under way and waits for all of them. To begin the next one when the first has come needs no more
+// registers, but the compiler then has one counter for all of them, so that a thread has one read under way.
 DEVICE void copy_pieces(const Pieces& a, const Pieces& b, i32 block, i32 n_blocks) {
     constexpr i32 UNROLL = 4 / (WARPS > 8 ? WARPS / 8 : 1);
     const i64 n = a.n + b.n, step = (i64)n_blocks * blockDim.x;
-    auto source = [&](i64 i) { return i < a.n ? a.from + 16 * i : b.from + 16 * (i - a.n); };
-    auto target = [&](i64 i) { return (uint4*)(i < a.n ? a.to + 16 * i : b.to + 16 * (i - a.n)); };
-    auto load = [&](i64 i) { return GUESSES ? load_shared16(source(i)) : load_once16(source(i)); };
+    const u8* const b_from = b.from - 16 * a.n; // both are addressed by the index among all
+    u8* const b_to = b.to - 16 * a.n;
+    auto load = [&](i64 i) {
+        const u8* const from = (i < a.n ? a.from : b_from) + 16 * i;
+        return GUESSES ? load_shared16(from) : load_once16(from);
+    };
+    auto store = [&](i64 i, const uint4& v) { *(uint4*)((i < a.n ? a.to : b_to) + 16 * i) = v; };
     uint4 v[UNROLL];
     i64 at = (i64)block * blockDim.x + threadIdx.x;
+    for (; at + (UNROLL - 1) * step < n; at += UNROLL * step) {
 #pragma unroll
-    for (i32 i = 0; i < UNROLL; i++)
+        for (i32 i = 0; i < UNROLL; i++)
+            v[i] = load(at + i * step);
+#pragma unroll
+        for (i32 i = 0; i < UNROLL; i++)
+            store(at + i * step, v[i]);
+    }
+#pragma unroll
+    for (i32 i = 0; i < UNROLL - 1; i++)
         if (at + i * step < n)
             v[i] = load(at + i * step);
-    while (at < n) {
 #pragma unroll
-        for (i32 i = 0; i < UNROLL; i++, at += step) {
-            if (at < n)
-                *target(at) = v[i];
-            if (at + UNROLL * step < n)
-                v[i] = load(at + UNROLL * step);
-        }
-    }
+    for (i32 i = 0; i < UNROLL - 1; i++)
+        if (at + i * step < n)
+            store(at + i * step, v[i]);
 }
 DEVICE void copy_part(u8* to, const u8* from, i64 n_bytes, i32 block, i32 n_blocks) {
     copy_pieces({to, from, (n_bytes + 15) / 16}, {}, block, n_blocks);

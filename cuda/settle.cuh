@@ -128,6 +128,7 @@ DEVICE i64 warmed(i64 heat, u32 uses, i64 clock, int memory) {
 struct Division {
     i32 of_misses; // the entry of as many misses as the thread's lane says
     u64* jobs;     // the words of jobs.cuh
+    u64 next;      // the number of the next job
 };
 struct Landings {
     u64 *words, *routed; // the set's, null: there are no guesses for the layer
@@ -347,9 +348,8 @@ DEVICE void settle(Step& step, const Slots& s, const OwnSlot& own, int n_slots, 
         if (free >> lane & 1 && behind < n_jobs) // by rank, as blocks begin
             job = n_jobs - behind | (behind == of_cpu ? units << 8 : 0) | __popc(misses) << 24;
         if (lane == 0 && n_jobs) {
-            const u64 next = load_fresh(division.jobs + JOBS_NEXT);
-            division.jobs[JOBS_FIRST] = next;
-            division.jobs[JOBS_NEXT] = next + (u64)n_jobs;
+            division.jobs[JOBS_FIRST] = division.next;
+            division.jobs[JOBS_NEXT] = division.next + (u64)n_jobs;
             division.jobs[JOBS_ALONE] = of_cpu == n_missed;
         }
     }
@@ -458,7 +458,7 @@ DEVICE void settle_step(Step& step, const Route& r, bool is_late, const i64 (&pa
     const u8 counts_row = first < r.T ? r.counted[first] : 0;
     const OwnSlot own = load_slot(s, begin, end);
 #if JOBS == 1
-    const Division division = {r.of_misses[min(lane, USED)], r.jobs};
+    Division division = {r.of_misses[min(lane, USED)], r.jobs};
 #else
     const Division division = {};
 #endif
@@ -476,6 +476,9 @@ DEVICE void settle_step(Step& step, const Route& r, bool is_late, const i64 (&pa
     dependency_wait();
     if (is_late)
         dependency_release();
+#if JOBS == 1
+    division.next = load_fresh(r.jobs + JOBS_NEXT);
+#endif
 #if JOBS == 2
     const Handing handing = {load_fresh(r.jobs + JOBS_NEXT), r.jobs, r.several, load_fresh(r.several + SEVERAL_COUNT)};
 #else

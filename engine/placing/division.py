@@ -17,7 +17,7 @@ UNIT_ROWS = 32  # of gate and up: a block of z in 8 bits
 COPY_US = 3.0
 # What a layer takes besides, where the GPU computes a part of what it missed and the CPU another: copies that begin and
 # end, z that `down` waits for, counters. Not measured as a model loads, either: benchmarks/divisions.py has it.
-BOTH_US = 8.0
+BOTH_US = 4.0
 
 
 @dataclass(frozen=True, slots=True)

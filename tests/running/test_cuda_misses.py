@@ -68,8 +68,9 @@ def found(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def n_threads() -> int:
-    """Tasks of the process that are no threads of Python."""
-    return len(list(Path("/proc/self/task").iterdir())) - threading.active_count()
+    """Tasks of the process that are no threads of Python, nor those that a GPU's driver has from its first use on."""
+    names = [(task / "comm").read_text() for task in Path("/proc/self/task").iterdir()]
+    return sum(not name.startswith("cuda") for name in names) - threading.active_count()
 
 
 def opened(model: Path, cpu: str = "auto", **options: Any) -> Engine:
