@@ -31,6 +31,7 @@ DEVICE void note_jobs(u64* words, const JobSeen (&seen)[USED]) {
         counts[i] = load_fresh(part + i);
     const u64 posted = load_fresh(words + JOBS_POSTED_NS);
     const bool alone = load_fresh(words + JOBS_ALONE);
+    const u64 bound = load_fresh(words + JOBS_BOUND_NS);
     u64 done = 0, longest = 0;
     for (i32 a = 0; a < USED; a++) {
         if (!seen[a].job || !seen[a].of_cpu)
@@ -46,7 +47,9 @@ DEVICE void note_jobs(u64* words, const JobSeen (&seen)[USED]) {
     const u64 answered = load_fresh(words + JOBS_ANSWERED_NS), own = max(posted, load_fresh(words + JOBS_OWN_NS));
     part[PART_LAYERS] = counts[PART_LAYERS] += 1;
     part[PART_DONE] = counts[PART_DONE] += done;
-    part[PART_WAITED_NS] = counts[PART_WAITED_NS] += longest + (divided && answered > own ? answered - own : 0);
+    const u64 waited = longest + (divided && answered > own ? answered - own : 0), most = STALL_BOUNDS * bound;
+    part[PART_WAITED_NS] = counts[PART_WAITED_NS] += min(waited, most);
+    part[PART_STALLED_NS] = counts[PART_STALLED_NS] += waited - min(waited, most);
     board[BOARD_FAILED] = load_fresh(words + JOBS_FAILED);
     board[BOARD_TRIPS] = words[JOBS_TRIPS];
     board[BOARD_TRIPS_NS] = words[JOBS_TRIPS_NS];

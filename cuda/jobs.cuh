@@ -53,9 +53,11 @@ DEVICE bool await_done(const spark_job* job, u64 number, u64 bound_ns, u64& wait
 }
 
 // What came of the layers with jobs that missed so many: how many there were; whole experts and divided ones that were done,
-// units of these; jobs that were taken back; ns that layers waited, for answers or before they took a job back.
+// units of these; jobs that were taken back; ns that layers waited, for answers or before they took a job back, of each answer
+// at most STALL_BOUNDS times the bound of a claim; and what they waited beyond that.
 constexpr i32 MOST_MISSED = 16; // MAX_USED of routing.py
-enum { PART_LAYERS, PART_DONE, PART_DIVIDED, PART_UNITS, PART_TAKEN, PART_WAITED_NS, N_PART, PART_WORDS = 8 };
+constexpr u64 STALL_BOUNDS = 4;
+enum { PART_LAYERS, PART_DONE, PART_DIVIDED, PART_UNITS, PART_TAKEN, PART_WAITED_NS, PART_STALLED_NS, N_PART, PART_WORDS = 8 };
 // Words of device memory that the kernels of a step share (engine/ops/cuda/cpu_experts.py): the numbers of the layer's first
 // job and of the next one, by `route`; the last that was never answered; times; addresses and sizes of places in host memory,
 // of which each record has one, and of a board there; when the layer's first job was posted; how often that was waited for where

@@ -21,6 +21,7 @@ FEW_JOBS = 8  # taken back, after which nobody waits for more; of an entry, to b
 MOST_TAKEN = 0.25  # of the jobs of a window
 RETRY_S = (30.0, 120.0, 600.0)  # how long it is off, the first time and later; then for good
 GOOD_WINDOWS = 16  # in a row, after which an earlier loss is forgotten
+STALL_WINDOWS = 16  # together, in which stalls may take as much as is gained
 LEAST_GAIN = 0.05  # of what a layer's misses take over PCIe, for a division
 NEWEST = 0.25  # of an average, what the last window counts
 MOST_DRIFT = 8.0  # of the CPU's rate, up or down, in one window: more is no drift, but a thread that lost its core
@@ -41,7 +42,8 @@ class Part(NamedTuple):
     layers: how many there were; done: whole experts that the CPU did; divided: those of which it did rows of gate and
     up; rows: of these in all, in whole units; taken: jobs that were taken back; waited_us: that layers waited for
     either. A layer waits for an answer when its own experts are there; where all that it misses is the CPU's, since the
-    post.
+    post. Of each it counts no more than some times what a claim may take; stalled_us is the rest: a thread that lost
+    its core once does not say what an entry of the table is worth.
     """
 
     layers: int = 0
@@ -50,6 +52,7 @@ class Part(NamedTuple):
     rows: int = 0
     taken: int = 0
     waited_us: float = 0.0
+    stalled_us: float = 0.0
 
     @property
     def jobs(self) -> int:
@@ -131,7 +134,8 @@ class MissGate:
         self.table: Table = ()
         self._rate = 1.0  # us of experts on the CPU, of those that were measured
         self._later_us = 0.0  # of the hand-over, more than was measured
-        self._lost = self._good = 0
+        self._lost = self._good = self._windows = 0
+        self._stalls_from = Tally()
         self._retry_s = 0.0
         self._from = self._idle_from = Tally()
         self._steps, self._least_us = 0, LAYER_US * n_layers * IDLE_STEPS
@@ -178,6 +182,8 @@ class MissGate:
         else:  # what was lost is dealt with, and says nothing about how much misses
             self._idle_from, self._steps = tally, 0
         self._follow(new, spans(), now_s)
+        if why := self._stalls(tally):
+            return self.lose(why, now_s)
         if self._divide():
             return True
         return self._rest(now_s) or self.lose(f"PCIe alone is as fast now: {said(self.costs)}", now_s)
@@ -195,6 +201,7 @@ class MissGate:
         """Be on, unless all entries are left to PCIe for longer; if it was off, as if nothing had been seen before."""
         if self.state == "off":
             self.costs, self._rate, self._later_us, self._from = self.begun, 1.0, 0.0, tally
+            self._windows, self._stalls_from = 0, tally
             for entry in self._entries:
                 entry.seen, entry.followed, entry.later_us = Part(), Part(), 0.0
         self._idle_from, self._steps = tally, 0
@@ -204,6 +211,18 @@ class MissGate:
         else:
             self._rest(now_s)
         return True
+
+    def _stalls(self, tally: Tally) -> str:
+        """Why it loses by stalls, of some windows together; nothing: it does not, or not enough is known."""
+        self._windows += 1
+        if self._windows < STALL_WINDOWS:
+            return ""
+        new = tally.since(self._stalls_from).total
+        self._windows, self._stalls_from = 0, tally
+        gained_us = new.saved_us(self.costs) - new.waited_us
+        if new.stalled_us <= max(0.0, gained_us):
+            return ""
+        return f"very late answers took {new.stalled_us / 1e3:.1f} ms, {gained_us / 1e3:.1f} were gained"
 
     def _is_idle(self, tally: Tally) -> bool:
         """Whether the last steps gained less than it takes that something may be handed over."""

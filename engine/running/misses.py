@@ -154,7 +154,7 @@ class CpuMisses:
             "computed": found.done + several.done + long.done,
             "divided": found.divided,
             "taken_back": found.taken + several.taken,
-            "waited_s": round((found.waited_us + several.waited_us + long.waited_us) / 1e6, 6),
+            "waited_s": round((found.waited_us + found.stalled_us + several.waited_us + long.waited_us) / 1e6, 6),
             **self._division(),
             "several": None if self.several is None else self.several.stats(),
             "long": None if self.long is None else self.long.stats(),

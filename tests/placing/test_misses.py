@@ -19,6 +19,7 @@ from engine.placing.misses import (
     LEAST_BOUND_US,
     NOTHING,
     RETRY_S,
+    STALL_WINDOWS,
     WINDOW_JOBS,
     MissGate,
     Part,
@@ -270,6 +271,30 @@ def test_the_table_goes_to_where_both_sides_end_together(missed: int, later_us: 
         assert gate.state == "on"
     best = divide(missed, true).us
     assert max(us[20:]) <= best + 0.2 * true.pcie_us and min(us) >= best - 1e-9
+
+
+def test_one_stall_leaves_nothing_to_pcie() -> None:
+    """A thread loses its core for 3 ms, in a layer that misses as seldom as two at once."""
+    gate, tally = MissGate(IN_ROWS, N_USED), Tally()
+    for i in range(40):
+        tally = with_rows(tally, WINDOW_JOBS - 2, gate.table[1][1], 62 * 5.0)
+        late = Part(2, 2, waited_us=2 * 5.0 + (480.0 if i == 3 else 0.0), stalled_us=2500.0 if i == 3 else 0.0)
+        tally = replace(tally, parts=more(tally, 2, late))
+        gate.look(tally, 1.0, list)
+        assert gate.state == "on" and not gate.left
+
+
+def test_stalls_that_take_more_than_is_gained_end_it() -> None:
+    gate, tally, windows = MissGate(IN_ROWS, N_USED), Tally(), 0
+    saved_us = WINDOW_JOBS * IN_ROWS.amount(320) * 60
+    while gate.state == "on":
+        part = Part(WINDOW_JOBS, divided=WINDOW_JOBS, rows=320 * WINDOW_JOBS, waited_us=300, stalled_us=1.1 * saved_us)
+        tally = replace(tally, parts=more(tally, 1, part))
+        gate.look(tally, 1.0, list)
+        windows += 1
+        assert windows <= STALL_WINDOWS
+    assert gate.state == "off" and windows == STALL_WINDOWS and "very late answers took" in gate.why
+    assert gate.look(tally, 1.0 + RETRY_S[0], list) and gate.state == "on"
 
 
 def test_an_entry_does_not_follow_another() -> None:

@@ -22,7 +22,7 @@ from engine.placing.misses import Part, Table, Tally
 # Words of jobs.cuh, and of the board; of a part, and from one to the next.
 _NEXT, _FAILED, _BOUND_NS, _PARTS = 1, 2, 3, 17
 _N_COUNTS, _BOARD_PARTS = 3, 8
-_N_PART, _PART_WORDS, _MOST_MISSED, _TAKEN = 6, 8, 16, 4
+_N_PART, _PART_WORDS, _MOST_MISSED, _TAKEN = 7, 8, 16, 4
 _PARTS_WORDS = (_MOST_MISSED + 1) * _PART_WORDS
 _N_WORDS = _PARTS + _PARTS_WORDS + _MOST_MISSED
 # Words of a record (expert_job.h), and int32 of it: bank, part, first, last.
@@ -134,8 +134,8 @@ class CpuExperts:
         """What the GPU has said so far; it may be a layer behind. Waits for nothing."""
         _, trips, trips_ns = self._board[:_N_COUNTS].tolist()
         parts = tuple(
-            Part(layers, done, divided, units * UNIT_ROWS, taken, waited_ns / 1e3)
-            for layers, done, divided, units, taken, waited_ns in self._board_parts.tolist()
+            Part(layers, done, divided, units * UNIT_ROWS, taken, waited_ns / 1e3, stalled_ns / 1e3)
+            for layers, done, divided, units, taken, waited_ns, stalled_ns in self._board_parts.tolist()
         )
         return Tally(parts, trips, trips_ns / 1e3)
 
