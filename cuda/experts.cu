@@ -22,7 +22,7 @@
 //   Z_ROWS           32, or with DOWN_FLOAT a smaller multiple of ROWS * WARPS: few rows on many multiprocessors
 //   APART            1: gated in place of the other two; four elements a thread
 //   SETTLES          1: the first block of gate_up, whose grid has a row more, chooses the experts; the others choose by themselves
-//                    (settled.cuh, known.cuh), and down_one waits for the active table
+//                    (settled.cuh, known.cuh), and down_one waits for the active table. JOBS: blocks of that row hand over
 //   WEIGHTED         in gate_up_dense 1: products are multiplied by gate_scale and up_scale
 //   BESIDE           1: the grid has one record more
 //   SHARED           the record's copiers, in gate_up_dense one more block, in gated T, make row_scale

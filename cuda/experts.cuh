@@ -103,9 +103,10 @@ struct Pieces {
 };
 
 // Every thread has UNROLL reads under way and waits for all of them. To begin the next one when the first has come needs no more
-// registers, but the compiler then has one counter for all of them, so that a thread has one read under way.
+// registers, but the compiler then has one counter for all of them, so that a thread has one read under way. Several tokens miss
+// more experts at once: more reads only make a queue then, in which the CPU's answers wait.
 DEVICE void copy_pieces(const Pieces& a, const Pieces& b, i32 block, i32 n_blocks) {
-    constexpr i32 UNROLL = 4 / (WARPS > 8 ? WARPS / 8 : 1);
+    constexpr i32 UNROLL = (JOBS == 2 ? 2 : 4) / (WARPS > 8 ? WARPS / 8 : 1);
     const i64 n = a.n + b.n, step = (i64)n_blocks * blockDim.x;
     const u8* const b_from = b.from - 16 * a.n; // both are addressed by the index among all
     u8* const b_to = b.to - 16 * a.n;
