@@ -21,7 +21,7 @@ FEW_JOBS = 8  # taken back, after which nobody waits for more; of an entry, to b
 MOST_TAKEN = 0.25  # of the jobs of a window
 RETRY_S = (30.0, 120.0, 600.0)  # how long it is off, the first time and later; then for good
 GOOD_WINDOWS = 16  # in a row, after which an earlier loss is forgotten
-STALL_WINDOWS = 16  # together, in which stalls may take as much as is gained
+STALL_WINDOWS = 8  # together, in which stalls may take as much as is gained
 LEAST_GAIN = 0.05  # of what a layer's misses take over PCIe, for a division
 NEWEST = 0.25  # of an average, what the last window counts
 MOST_DRIFT = 8.0  # of the CPU's rate, up or down, in one window: more is no drift, but a thread that lost its core
@@ -316,7 +316,7 @@ class MissGate:
         if seen.jobs < WINDOW_JOBS:
             return
         entry.followed, pcie_us = Part(), self.begun.pcie_us
-        wait_us = seen.waited_us / seen.layers
+        wait_us = seen.waited_us / max(1, seen.layers)
         if wait_us < SHORT_WAIT * pcie_us:
             entry.later_us = max(entry.later_us - BALANCE * pcie_us, -MOST_LATER * pcie_us)
         elif wait_us > LONG_WAIT * pcie_us:
