@@ -211,15 +211,17 @@ def test_what_the_pool_declines_is_the_gpus(device: Any, monkeypatch: pytest.Mon
         assert cpu.pool.counts()["refused"] > 0 < cpu.pool.counts()["declined"]
 
 
-def test_a_job_that_is_never_answered_ends_the_step(device: Any) -> None:
-    layer = Layer(device, 10)
-    with layer.cpu(LONG_S, one := whole(0, 1, 1, 1), patience_s=1e-3) as cpu:
+@pytest.mark.parametrize(("percent", "one"), [(10, whole(0, 0, 1, 1)), (60, whole(0, 1, 0, 0))], ids=["with", "alone"])
+def test_a_job_that_is_never_answered_ends_the_step(device: Any, percent: int, one: Table) -> None:
+    layer, is_alone = Layer(device, percent), one[1][0] > 0
+    with layer.cpu(LONG_S, one, patience_s=1e-3) as cpu:
         with cpu.pool.held("item", 2):
             while not layer.jobs:
                 cpu.pool.wake()
                 layer.step(division=one, compare=False)
         assert cpu.counts() == {"jobs": 1, "taken_back": 0, "failed": 1} and cpu.failed == 1
-        assert cpu.tally.total.waited_us >= 1e3
+        assert cpu.tally.total.waited_us >= 1e3 and cpu.tally.trips == is_alone  # else it had others to wait for
+        assert not is_alone or cpu.tally.trips_us >= cpu.tally.total.waited_us
 
 
 def test_the_bound_is_changed_between_steps(device: Any) -> None:

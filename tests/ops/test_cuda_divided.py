@@ -239,6 +239,23 @@ def test_a_layer_waits_no_longer_than_behind_its_own_copies(device: Any) -> None
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("table", [((0, 0), (0, 32), (0, 0), (0, 0)), whole(0, 1, 0, 0)], ids=["rows", "whole"])
+def test_what_is_late_beyond_some_bounds_is_a_stall(device: Any, table: Table) -> None:
+    layer, bound_s, n_done = Layer(device, 60, n_places=A), 0.02, 0
+    with layer.cpu(LONG_S, nothing := whole(0, 0, 0, 0)) as cpu:
+        layer.step(division=nothing)  # kernels are compiled
+    with layer.cpu(bound_s, table) as cpu:
+        while n_done < 2:  # on a busy machine some are not claimed within the bound
+            with late_by(cpu, 0.25):
+                cpu.pool.wake()
+                layer.step(division=table)
+            n_done = cpu.tally.total.done + cpu.tally.total.divided
+        seen = cpu.tally.total
+        assert seen.stalled_us > 2 * (0.2 - 4 * bound_s) * 1e6
+        assert 2 * 4 * bound_s * 0.9e6 < seen.waited_us < seen.layers * 5 * bound_s * 1e6
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("percent", [10, 40])
 def test_guesses_and_divided_experts_at_once(device: Any, percent: int) -> None:
     if device.name != "emulated":

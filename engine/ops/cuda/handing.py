@@ -1,8 +1,8 @@
 """What it takes to hand an expert to the CPU and back, and to bring one over PCIe, on this machine (cuda/handover.cu).
 
 A step of some layers is captured in which each posts a job without rows and waits for its answer; stamps of the GPU's
-clock tell how long. Beside it as many blocks as copy a missed expert may read host memory as fast as they can, which an
-answer waits behind.
+clock tell how long. Beside it a few blocks may read host memory as fast as they can, which an answer waits behind. What
+PCIe takes is the rate of as many blocks as copy a missed expert.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from engine.ops.jobs import MAX_RECORDS, Job
 
 MODULE = Module("handover.cu", (("UNROLL", "2"),))
 LAYERS, BLOCKS, THREADS = 24, 32, 256
-READER_BLOCKS, READER_THREADS, READ_BYTES = 32, 256, 32  # as `gate_up` has them, and bytes that a thread has under way
+READER_BLOCKS, READER_THREADS, READ_BYTES = 32, 256, 32  # as `gate_up` has; bytes of a thread under way
 # Of these while hand-overs are timed: the answer that is waited for comes when most has been copied, so few reads are
 # under way (docs/misses.md, "The division").
 LATE_BLOCKS = 8
