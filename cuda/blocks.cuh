@@ -175,16 +175,18 @@ struct BlockCode<Q3_K> : BlockType<Q3_K> {
             w.q[i] = and_or(__funnelshift_l(bits, bits, (2 - s) & 31), 0x04040404u,
                             __funnelshift_r(low[i], low[i + 1], low_shift) & 0x03030303u);
         }
-        load_factors(stage, at, s, w.factor);
+        const u32 factors = load_factors(stage, at, s);
+        w.factor[0] = factor(factors & 255);
+        w.factor[1] = factor(factors >> 8);
         w.scale = half_to_float(load_half(stage, at + 108));
     }
-    DEVICE void load_factors(const u8* stage, i32 at, i32 s, i32 (&factor)[2]) {
+    // Those of block s, a byte for each half, and what a byte means.
+    DEVICE u32 load_factors(const u8* stage, i32 at, i32 s) {
         const u32 four = load_half(stage, at + 96 + 2 * (s & 3)) >> (4 * (s >> 2));
         const u32 two = load_half(stage, at + 104 + 2 * (s & 1)) >> (2 * (s >> 1));
-        const u32 factors = (four & 0x0f0fu) | ((two & 0x0303u) << 4);
-        factor[0] = (i32)(factors & 63) - 32;
-        factor[1] = (i32)(factors >> 8) - 32;
+        return (four & 0x0f0fu) | ((two & 0x0303u) << 4);
     }
+    DEVICE i32 factor(u32 byte) { return (i32)byte - 32; }
 };
 
 template <>

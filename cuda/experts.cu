@@ -178,7 +178,7 @@ KERNEL __launch_bounds__(WARPS * WARP, 2)
     constexpr i32 GATE_BYTES = row_bytes_of(GATE, COLS), UP_BYTES = row_bytes_of(UP, COLS);
     // All of a row of activations is in registers, straight from global memory.
     constexpr bool IN_REGISTERS =
-        !is_float(GATE) && is_paired(GATE) == is_paired(UP) && COLS <= 1024 * n_held(GATE, COLS);
+        !is_float(GATE) && held_alike(GATE, UP) && COLS <= 1024 * n_held(GATE, COLS);
     __shared__ float gs[1][33], us[1][33];
     DYNAMIC_SHARED(u8, shared);
     const i32 lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;

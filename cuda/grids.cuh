@@ -57,10 +57,11 @@ DEVICE u32 word_at(const u8* raw, u32 at) { return half_word_at(raw, at) | half_
 
 // Seven sign bits in each byte, with their parity as the eighth.
 DEVICE u32 with_parity(u32 seven) {
-    u32 odd = seven ^ (seven >> 4);
-    odd ^= odd >> 2;
-    odd ^= odd >> 1;
-    return seven | (odd & 0x01010101u) << 7;
+    // Shifts to the left are multiplications. What comes in from the byte below does not reach the top bits.
+    u32 odd = seven ^ (seven << 4);
+    odd ^= odd << 2;
+    odd ^= odd << 1;
+    return and_or(odd, 0x80808080u, seven);
 }
 
 // The signs of 32 weights of four times seven bits.
@@ -83,6 +84,13 @@ DEVICE u32* entries() {
     __shared__ u32 made[sizeof(GridBlock<type>::ENTRIES) / 4];
     return made;
 }
+
+// An entry by its offset in bytes.
+template <Type type>
+DEVICE u32 entry_at(u32 offset) { return *(const u32*)((const u8*)entries<type>() + offset); }
+
+// `more` + `by` times byte i of w, by the units that multiply: those that shift, mask and permute are what IQ2 waits for.
+DEVICE u32 times_byte(u32 w, i32 i, u32 by, u32 more = 0) { return (u32)dot4_unsigned(w, (i32)(by << 8 * i), (i32)more); }
 
 template <Type type>
 DEVICE void fill_entries() {
@@ -129,7 +137,7 @@ struct GridBlock<IQ2_XXS, Lazy> {
         return GRID.entry[(g.index >> (16 * half + 8 * (c >> 1))) & 255] >> (16 * (c & 1));
     }
     DEVICE u32 spread_entry(const GridBlock& g, u32 i) {
-        return entries<IQ2_XXS>()[__byte_perm(g.index, 0, 0x4440u + i)];
+        return entry_at<IQ2_XXS>(times_byte(g.index, i, 4));
     }
 };
 
@@ -177,7 +185,7 @@ struct GridBlock<IQ2_S, Lazy> {
         return GRID.entry[((g.index >> (8 * i)) & 255) | ((g.high >> (2 * i)) & 3) << 8] >> (16 * (c & 1));
     }
     DEVICE u32 spread_entry(const GridBlock& g, u32 i) {
-        return entries<IQ2_S>()[and_or(g.high << (8 - 2 * i), 0x300u, __byte_perm(g.index, 0, 0x4440u + i))];
+        return entry_at<IQ2_S>(times_byte(g.index, i, 4, (g.high << (10 - 2 * i)) & 0xc00u));
     }
 };
 
@@ -199,7 +207,7 @@ struct GridBlock<IQ3_XXS, Lazy> {
         return CODES[(g.index[half] >> (8 * c)) & 255];
     }
     DEVICE u32 magnitudes(const GridBlock& g, u32 i) {
-        return entries<IQ3_XXS>()[__byte_perm(g.index[i >> 2], 0, 0x4440u + (i & 3))];
+        return entry_at<IQ3_XXS>(times_byte(g.index[i >> 2], i & 3, 4));
     }
 };
 

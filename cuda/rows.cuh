@@ -110,23 +110,42 @@ DEVICE void load_activations(const Input& x, i32 k, i32 b, SplitActivations& a) 
     a.sum = (float)x.sums[b];
 }
 
+DEVICE void load_activations(const Input& x, i32, i32 b, QuadActivations& a) {
+    const i8* const eight = x.q + (b >> 1 & 1) * x.half + 8 * (b & 1);
+#pragma unroll
+    for (i32 i = 0; i < 4; i++) {
+        const uint2 v = *(const uint2*)(eight + x.stride * (b ^ i));
+        a.x[2 * i] = (i32)v.x, a.x[2 * i + 1] = (i32)v.y;
+        a.start[i] = -__dp4a((i32)v.y, 0x04040404, __dp4a((i32)v.x, 0x04040404, 0)) << quad_shift((b ^ i) & 3);
+    }
+    a.d = x.d[b];
+}
+
 // The one row of activations as a lane keeps it for all rows of a type that the warp multiplies: its first N blocks.
-template <Type type, bool paired = is_paired(type)>
+template <Type type, Kind kind = BlockType<type>::KIND>
 struct HeldOf {
     typedef Activations Block;
 };
 template <Type type>
-struct HeldOf<type, true> {
+struct HeldOf<type, Kind::PAIRS> {
     typedef SplitActivations Block;
 };
-template <class Block>
-struct IsSplit {
+template <Type type>
+struct HeldOf<type, Kind::FOURS> {
+    typedef QuadActivations Block;
+};
+template <class A, class B>
+struct Same {
     static constexpr bool VALUE = false;
 };
-template <>
-struct IsSplit<SplitActivations> {
+template <class A>
+struct Same<A, A> {
     static constexpr bool VALUE = true;
 };
+// Whether what is held for rows of one type is what rows of the other take.
+DEVICE constexpr bool held_alike(Type a, Type b) {
+    return is_paired(a) == is_paired(b) && is_quad(a) == is_quad(b);
+}
 
 DEVICE void settle(Activations& a) {
 #pragma unroll
@@ -146,6 +165,16 @@ DEVICE void settle(SplitActivations& a) {
     settle(a.sum);
 }
 
+DEVICE void settle(QuadActivations& a) {
+#pragma unroll
+    for (i32 i = 0; i < 8; i++)
+        settle(a.x[i]);
+#pragma unroll
+    for (i32 i = 0; i < 4; i++)
+        settle(a.start[i]);
+    settle(a.d);
+}
+
 // The barrier at the end of hold_... keeps their loads, with `settle`, above the wait for weights: a latency less.
 template <bool with_first, i32 N>
 DEVICE void hold_activations(const Input& x, i32 k, Activations (&held)[N]) {
@@ -160,8 +189,8 @@ DEVICE void hold_activations(const Input& x, i32 k, Activations (&held)[N]) {
     __syncwarp();
 }
 
-template <bool with_first, i32 N>
-DEVICE void hold_activations(const Input& x, i32 k, SplitActivations (&held)[N]) {
+template <bool with_first, class H, i32 N>
+DEVICE void hold_activations(const Input& x, i32 k, H (&held)[N]) { // lanes without a block have one of the same place
 #pragma unroll
     for (i32 i = 0; i < N; i++) {
         const i32 b = i * WARP + threadIdx.x % WARP;
@@ -175,7 +204,7 @@ DEVICE void hold_activations(const Input& x, i32 k, SplitActivations (&held)[N])
 
 // N: what registers allow.
 DEVICE constexpr i32 n_held(Type type, i32 k) {
-    return is_float(type) ? 1 : is_paired(type) ? (k > 3072 ? 4 : (k + 1023) / 1024) : k > 1024 ? 2 : 1;
+    return is_float(type) ? 1 : shares_bytes(type) ? (k > 3072 ? 4 : (k + 1023) / 1024) : k > 1024 ? 2 : 1;
 }
 
 // n_threads threads copy row t in global memory, quantized or for a float type x, to row `to_t` in shared memory.
@@ -292,23 +321,21 @@ DEVICE void multiply_block(float* acc, const u8* stage, i32 offset, i32 k, i32 b
         }
 }
 
-// One token and Q4_K: acc[r] += the lane's terms of row r.
-template <i32 rows, class H, i32 N>
-DEVICE void multiply_split(float* acc, const u8* stage, i32 offset, i32 k, const Input& x, const H (&held)[N]) {
-    const SplitLane l = split_lane();
-    const u8* const base = stage + offset;
-    auto add = [&](i32 i, const SplitActivations& a) {
+// One token, and lanes that share bytes: acc[r] += the lane's terms of row r.
+template <Type type, i32 rows, class H, i32 N>
+DEVICE void multiply_shared(float* acc, const u8* stage, i32 offset, i32 k, const Input& x, const H (&held)[N]) {
+    typedef typename HeldOf<type>::Block Own;
+    const SharedTerm<type> term(stage, offset, k);
+    auto add = [&](i32 i, const Own& a) {
         const bool valid = k % 1024 == 0 || i * WARP + (i32)threadIdx.x % WARP < k / 32;
-        const i32 head = valid ? i * SPLIT_BYTES + l.head : 0, piece = valid ? i * SPLIT_BYTES + l.at : 0;
 #pragma unroll
         for (i32 r = 0; r < rows; r++) {
-            const u8* const row = base + r * row_bytes_of(Q4_K, k);
-            const float term = split_term(row + head, row + piece, l, a);
+            const float made = term(r * row_bytes_of(type, k), i, valid, a);
             if (valid)
-                acc[r] = __fmaf_rn(a.d, term, acc[r]);
+                acc[r] = __fmaf_rn(a.d, made, acc[r]);
         }
     };
-    constexpr i32 HELD = IsSplit<H>::VALUE ? N : 0;
+    constexpr i32 HELD = Same<H, Own>::VALUE ? N : 0;
     if constexpr (HELD > 0)
 #pragma unroll
         for (i32 i = 0; i < HELD; i++)
@@ -316,7 +343,7 @@ DEVICE void multiply_split(float* acc, const u8* stage, i32 offset, i32 k, const
 #pragma unroll 2
     for (i32 i = HELD; i < (k + 1023) / 1024; i++) {
         const i32 b = i * WARP + threadIdx.x % WARP;
-        SplitActivations a;
+        Own a;
         load_activations(x, k, b < k / 32 ? b : b % 8, a);
         add(i, a);
     }
@@ -328,8 +355,8 @@ template <Type type, i32 rows, i32 tokens, class H, i32 N>
 DEVICE void multiply(float* acc, const u8* stage, i32 offset, i32 k, const Input& x, const H (&held)[N],
                      const i32 (&token)[tokens], i32 n) {
     const i32 lane = threadIdx.x % WARP;
-    if constexpr (is_paired(type) && tokens == 1) {
-        multiply_split<rows>(acc, stage, offset, k, x, held);
+    if constexpr (shares_bytes(type) && tokens == 1) {
+        multiply_shared<type, rows>(acc, stage, offset, k, x, held);
     } else if constexpr (is_float(type)) {
 #pragma unroll 8
         for (i32 i = lane; i < k; i += WARP) {
@@ -347,7 +374,7 @@ DEVICE void multiply(float* acc, const u8* stage, i32 offset, i32 k, const Input
                 }
         }
     } else {
-        constexpr i32 HELD = tokens == 1 && !IsSplit<H>::VALUE ? N : 0;
+        constexpr i32 HELD = tokens == 1 && Same<H, Activations>::VALUE ? N : 0;
         if constexpr (HELD > 0)
 #pragma unroll
             for (i32 i = 0; i < HELD; i++)
@@ -379,7 +406,7 @@ DEVICE void hold_packed(const Input& x, H (&held)[N], float (&d)[Packed<type, k,
 #pragma unroll
     for (i32 i = 0; i < N; i++) {
         const i32 b = (lane + i * WARP) % P::BLOCKS;
-        if constexpr (is_paired(type))
+        if constexpr (shares_bytes(type))
             load_activations(x, k, b, held[i]);
         else
             load_activations<has_halves(type)>(x, 0, k, b, held[i]);
@@ -407,10 +434,8 @@ DEVICE void multiply_packed(float (&acc)[rows], const u8* stage, i32 offset, con
     float made[TASKS]; // all before the first is stored: a load could not go ahead of a store
 #pragma unroll
     for (i32 i = 0; i < TASKS; i++) { // rows are contiguous, so is whatever K format: block `lane + i * WARP` of them all
-        if constexpr (is_paired(type)) {
-            const SplitLane l = split_lane();
-            const u8* const base = stage + offset + i * SPLIT_BYTES;
-            made[i] = split_term(base + l.head, base + l.at, l, held[i % N]);
+        if constexpr (shares_bytes(type)) {
+            made[i] = SharedTerm<type>(stage, offset, rows * k)(0, i, true, held[i % N]);
         } else {
             made[i] = single_term<type>(stage, offset, lane + i * WARP, held[i % N]);
         }

@@ -123,8 +123,8 @@ struct Single<NVFP4> {
 
 // --- words that begin in the middle of a block -------------------------------------------------------
 
-// Blocks of 110 and 210 bytes begin at any even byte. Where that is no multiple of 4, words are taken as they lie and
-// the activations are moved by two bytes instead, zeros behind their ends; the word in the middle has two of each half.
+// Blocks of 210 bytes begin at any even byte. Where that is no multiple of 4, words are taken as they lie and the
+// activations are moved by two bytes instead, zeros behind their ends; the word in the middle has two of each half.
 // x[0..3]: of the first half, x[4]: its rest in word 4, x[5]: the second half's part of word 4, x[6..9]: words 5 to 8.
 DEVICE void arrange_moved(const Activations& a, bool moved, Arranged& to) {
     const i32 shift = moved ? 16 : 0;
@@ -154,32 +154,11 @@ DEVICE void add_masked(const u32 (&w)[9], u32 mask, const Arranged& x, i32 (&sum
     }
 }
 
-template <Type type>
-struct MovedTerm {
+template <>
+struct Single<Q6_K> {
     static constexpr bool ARRANGED = true, FIXED = false;
 
     DEVICE void arrange(const Activations& a, i32 at, Arranged& to) { arrange_moved(a, at & 2, to); }
-};
-
-template <>
-struct Single<Q3_K> : MovedTerm<Q3_K> {
-    DEVICE float term(const u8* stage, i32 offset, i32 b, const Activations& a, const Arranged& x) {
-        const i32 s = b & 7, at = block_at<Q3_K>(offset, b), shift = 2 * (s & 3);
-        u32 low[9], high[9];
-        load_words(stage, at, high);
-        load_words(stage, at + 32 + 32 * (s >> 2), low);
-        i32 two[2] = {0, 0}, third[2] = {0, 0}, factor[2];
-        add_masked(low, 0x03030303u << shift, x, two);
-        add_masked(high, 0x01010101u << s, x, third);
-        BlockCode<Q3_K>::load_factors(stage, at, s, factor);
-        const i32 first = (two[0] >> shift) + 4 * ((third[0] >> s) - a.first);
-        const i32 second = (two[1] >> shift) + 4 * ((third[1] >> s) - (a.sum - a.first));
-        return half_to_float(load_half(stage, at + 108)) * (float)(factor[0] * first + factor[1] * second);
-    }
-};
-
-template <>
-struct Single<Q6_K> : MovedTerm<Q6_K> {
     DEVICE float term(const u8* stage, i32 offset, i32 b, const Activations& a, const Arranged& x) {
         const i32 s = b & 7, at = block_at<Q6_K>(offset, b);
         const i32 low_shift = 2 * (s & 2), high_shift = 2 * (s & 3);
@@ -292,7 +271,7 @@ struct Iq2Term {
         i32 sum[2] = {0, 0};
 #pragma unroll
         for (i32 i = 0; i < 4; i++) {
-            const u32 w = and_or(spread_signs(byte_of(g.signs, i)), 0x88888888u, G::spread_entry(g, i));
+            const u32 w = and_or(spread_signs(times_byte(g.signs, i, 1)), 0x88888888u, G::spread_entry(g, i));
             sum[i / 2] = __dp4a((i32)permute_or_sign(LEVELS.low, NEGATIVE, w >> 1), x.x[2 * i], sum[i / 2]);
             sum[i / 2] = __dp4a((i32)permute_or_sign(LEVELS.low, NEGATIVE, w >> 17), x.x[2 * i + 1], sum[i / 2]);
         }
@@ -412,3 +391,124 @@ DEVICE float split_term(const u8* head, const u8* piece, const SplitLane& l, con
     const float minimum = half_to_float((u16)(h.x >> 16)) * half_to_float((u16)(pair >> 16));
     return __fmaf_rn(scale, (float)own, -(minimum * x.sum));
 }
+
+// --- Q3_K for one token ---------------------------------------------------------------------------
+
+// Four blocks of a superblock, a quad, share 32 bytes, two bits of each for every block; the third bits of all eight blocks share
+// 32 others. Lane j % 4 of a quad takes elements 8 j to 8 j + 8 of its four blocks and adds up what it has of each; the lanes
+// then exchange sums. A lane reads 16 bytes, not 64. Its sum i is that of block j ^ i, so that no lane has to choose which to send.
+
+#define RECORD(name, id, elements, bytes, kind, ...) \
+    static_assert(Kind::kind != Kind::FOURS || name == Q3_K, #name ": quad_term has the layout of Q3_K");
+BLOCK_TYPES(RECORD)
+#undef RECORD
+
+// What a lane takes of the activations: elements of block b ^ i in x[2 i] and x[2 i + 1], and minus what weights that are 4 too
+// large would add to their sum; the scale is that of block b.
+struct QuadActivations {
+    i32 x[8], start[4];
+    float d;
+};
+
+// Block i of a quad has its two bits times 2^quad_shift(i).
+DEVICE i32 quad_shift(i32 i) { return 2 * i; }
+
+// What differs among lanes.
+struct QuadLane {
+    u32 low[4], high[4];  // masks of two bits and of the third one, which is moved down by high_shift first
+    i32 high_factor[4];   // makes of the third one four times the two bits, which are not moved
+    i32 low_at, high_at;  // offsets of the lane's eight bytes
+    i32 high_shift, shift;
+    u32 swap;             // of the two factors, where the lane has second halves
+};
+
+DEVICE QuadLane quad_lane() {
+    const i32 s = threadIdx.x % 8, j = s % 4, quad = s / 4;
+    QuadLane l;
+#pragma unroll
+    for (i32 i = 0; i < 4; i++) {
+        const i32 block = j ^ i;
+        l.low[i] = 0x03030303u << quad_shift(block), l.high[i] = 0x01010101u << block;
+        l.high_factor[i] = 4 << (quad_shift(block) - block);
+    }
+    l.low_at = 32 + 32 * quad + 8 * j, l.high_at = 8 * j;
+    l.high_shift = 4 * quad, l.shift = quad_shift(j);
+    l.swap = j < 2 ? 0x4410u : 0x4401u;
+    return l;
+}
+
+// Eight bytes from a word on, moved down by at most 31 bits.
+DEVICE void load_eight(const u8* word, i32 shift, u32 (&to)[2]) {
+    u32 w[3];
+    load_words(word, 0, w);
+    to[0] = __funnelshift_r(w[0], w[1], shift);
+    to[1] = __funnelshift_r(w[1], w[2], shift);
+}
+
+// The term of the lane's block of the superblock that begins `moved`, 0 or 2, bytes behind a word. The whole warp takes part.
+DEVICE float quad_term(const u8* word, i32 moved, const QuadLane& l, const QuadActivations& a) {
+    u32 low[2], high[2];
+    load_eight(word + l.low_at, 8 * moved, low);
+    load_eight(word + l.high_at, 8 * moved + l.high_shift, high); // bits from above come in, but not under the masks
+    i32 sum[4];
+#pragma unroll
+    for (i32 i = 0; i < 4; i++) {
+        i32 two = a.start[i], third = 0;
+#pragma unroll
+        for (i32 w = 0; w < 2; w++) {
+            two = dot4_unsigned(low[w] & l.low[i], a.x[2 * i + w], two);
+            third = dot4_unsigned(high[w] & l.high[i], a.x[2 * i + w], third);
+        }
+        sum[i] = third * l.high_factor[i] + two;
+    }
+    sum[0] += __shfl_xor_sync(FULL_WARP, sum[1], 1);
+    sum[2] += __shfl_xor_sync(FULL_WARP, sum[3], 1);
+    const i32 other = __shfl_xor_sync(FULL_WARP, sum[2], 2); // of the half that the lane does not have
+    const u8* const at = word + moved;
+    typedef BlockCode<Q3_K> Code;
+    const u32 factors = __byte_perm(Code::load_factors(at, 0, threadIdx.x % 8), 0, l.swap);
+    const i32 total = Code::factor(factors & 255) * sum[0] + Code::factor(factors >> 8) * other;
+    return half_to_float(load_half(at, 108)) * (float)(total >> l.shift);
+}
+
+// --- lanes that share bytes ----------------------------------------------------------------------------
+
+// Terms of the lanes' blocks, by a warp: of block 32 i + lane among those that lie at stage + offset + `at`, a multiple of the
+// bytes of rows of k columns. Without `valid` there is no such block, and the term is of another one. What lanes differ in is
+// found once.
+template <Type type, Kind kind = BlockType<type>::KIND>
+struct SharedTerm;
+
+template <Type type>
+struct SharedTerm<type, Kind::PAIRS> {
+    const SplitLane l = split_lane();
+    const u8* const base;
+
+    __device__ SharedTerm(const u8* stage, i32 offset, i32) : base(stage + offset) {}
+    __device__ float operator()(i32 at, i32 i, bool valid, const SplitActivations& a) const {
+        const u8* const head = base + at + (valid ? i * SPLIT_BYTES + l.head : 0);
+        return split_term(head, base + at + (valid ? i * SPLIT_BYTES + l.at : 0), l, a);
+    }
+};
+
+// Superblocks begin at any even byte. Four of them, and all rows but those of odd numbers of superblocks, are a multiple of four
+// bytes apart, so that pointers and shifts are found once.
+template <Type type>
+struct SharedTerm<type, Kind::FOURS> {
+    static constexpr i32 BYTES = BlockType<type>::BLOCK_BYTES;
+    const QuadLane l = quad_lane();
+    const u8* word;
+    i32 moved;
+
+    __device__ SharedTerm(const u8* stage, i32 offset, i32 k) {
+        const i32 first = offset + min((i32)threadIdx.x % WARP / 8, k / 256 - 1) * BYTES;
+        word = stage + (first & ~3), moved = first & 2;
+    }
+    __device__ float operator()(i32 at, i32 i, bool valid, const QuadActivations& a) const {
+        const i32 further = at + (valid ? 4 * i * BYTES : 0);
+        if (at % 4 == 0)
+            return quad_term(word + further, moved, l, a);
+        const i32 from = moved + further;
+        return quad_term(word + (from & ~3), from & 2, l, a);
+    }
+};

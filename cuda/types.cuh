@@ -62,5 +62,7 @@ DEVICE u32 ue4m3_to_halves(u32 e) {
 }
 
 DEVICE constexpr bool is_float(Type type) { return is_kind(type, Kind::PLAIN); }
-DEVICE constexpr bool has_halves(Type type) { return is_kind(type, Kind::HALVES); }
+DEVICE constexpr bool is_quad(Type type) { return is_kind(type, Kind::FOURS); }
+DEVICE constexpr bool has_halves(Type type) { return is_kind(type, Kind::HALVES) || is_quad(type); }
 DEVICE constexpr bool is_paired(Type type) { return is_kind(type, Kind::PAIRS); }
+DEVICE constexpr bool shares_bytes(Type type) { return is_paired(type) || is_quad(type); } // lanes do, for one token

@@ -21,7 +21,7 @@
     X(Q5_0, 6, 32, 22, WHOLE, 256, 8)       \
     X(Q5_1, 7, 32, 24, WHOLE, 256, 8)       \
     X(Q2_K, 10, 256, 84, HALVES, 256, 16)   \
-    X(Q3_K, 11, 256, 110, HALVES, 256, 8)   \
+    X(Q3_K, 11, 256, 110, FOURS, 256, 8)    \
     X(Q4_K, 12, 256, 144, PAIRS, 256, 8)    \
     X(Q5_K, 13, 256, 176, WHOLE, 256, 8)    \
     X(Q6_K, 14, 256, 210, HALVES, 256, 8)   \
@@ -37,5 +37,6 @@
 
 /* PLAIN: a float type; activations are not quantized. WHOLE: a scale for 32 weights. HALVES: integer factors for each
  * 16 of the 32 besides, of the scale and, where there is one, of the minimum. SIXTEENS: a scale for each 16. PAIRS: as
- * WHOLE; for one token on CUDA, two lanes share the bytes of two blocks (split_term). */
-#define BLOCK_KINDS(X) X(PLAIN) X(WHOLE) X(HALVES) X(SIXTEENS) X(PAIRS)
+ * WHOLE; for one token on CUDA, two lanes share the bytes of two blocks (split_term). FOURS: as HALVES; there four lanes
+ * share those of four (quad_term). */
+#define BLOCK_KINDS(X) X(PLAIN) X(WHOLE) X(HALVES) X(SIXTEENS) X(PAIRS) X(FOURS)

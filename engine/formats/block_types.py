@@ -39,6 +39,11 @@ class BlockType:
         return ", ".join(map(str, astuple(self)))
 
     @property
+    def halves(self) -> bool:
+        """Whether each 16 weights have integer factors of their own."""
+        return self.kind in ("HALVES", "FOURS")
+
+    @property
     def stage_bytes(self) -> int:
         """Bytes of a stage."""
         return self.stage // self.elements * self.n_bytes

@@ -77,7 +77,7 @@ def test_a_record_is_that_of_the_format_and_has_all_that_it_needs(t: BlockType) 
     assert lacks(t) == []
     if t.kind != "PLAIN":
         terms = blocks.integer_blocks(weights(qtype, 3, 256, 1))
-        assert (terms.half_scale is not None) == (t.kind in ("HALVES", "SIXTEENS"))
+        assert (terms.half_scale is not None) == (t.halves or t.kind == "SIXTEENS")
         assert terms.half_minimum is None or not (terms.half_scale is None or terms.minimum is None)
 
 

@@ -16,7 +16,7 @@ from engine.ops.cuda.products import Products
 from tests.ops.test_cuda_products import EPS, check, check_quantized, matrix, normal
 
 E, A = 7, 3
-K4, K6 = QType.Q4_K, QType.Q6_K
+Q3, K4, K6, Q8 = QType.Q3_K, QType.Q4_K, QType.Q6_K, QType.Q8_0
 Types = tuple[QType, QType, QType]
 
 
@@ -168,6 +168,17 @@ def test_all_types(device: Any, types: Types) -> None:
 def test_tokens(device: Any, T: int) -> None:
     bank = Bank(device, (QType.Q4_0, QType.Q4_0, QType.Q8_0), D=160, F=96)  # ragged blocks, unaligned rows
     run(bank, T, resident={2: 3}, entering={0: 0, 1: 1, 6: 2})
+
+
+@pytest.mark.parametrize(
+    ("types", "D", "F"),
+    [((Q3, Q3, Q3), 1280, 768),  # rows of 550 bytes begin at odd words, those of 330 are taken together
+     ((K4, Q3, Q8), 256, 32), ((Q3, K4, Q3), 512, 256),  # lanes without blocks
+     ((Q3, Q3, K4), 2304, 256)],
+)  # fmt: skip
+@pytest.mark.parametrize("T", [1, 2])
+def test_blocks_that_lanes_share(device: Any, types: Types, D: int, F: int, T: int) -> None:
+    run(Bank(device, types, D=D, F=F), T, resident={2: 3}, entering={0: 0, 1: 1})
 
 
 @pytest.mark.parametrize("T", [1, 3])

@@ -382,8 +382,7 @@ def _first_half(
 ) -> _FirstHalf:
     D = (h.q if isinstance(h, Quantized) else h).shape[1]
     widest = max(row_bytes(t, D, "gate and up") for t in (gate, up))
-    paired = [block_types.record(t).kind == "PAIRS" for t in (gate, up)]
-    held = gate not in FLOAT_TYPES and paired[0] == paired[1] and held_columns(gate) >= D
+    held = gate not in FLOAT_TYPES and _held_alike(gate, up) and held_columns(gate) >= D
     fixed, grids = 0 if held else shared_input_bytes(D, gate in FLOAT_TYPES), grid_bytes(gate, up)
     # All rows of a block at once, if two blocks then share a multiprocessor.
     half, most = device.max_shared_bytes // 2 - 2 * STATIC_SHARED - fixed - grids, z_rows // most_warps
@@ -431,6 +430,12 @@ def _check_types(gate: QType, up: QType, h: Quantized | Array) -> None:
             f"an FFN of types {gate.name}, {up.name} takes "
             f"{'float32' if gate_float else 'quantized'} rows, and both types must be alike"
         )
+
+
+def _held_alike(a: QType, b: QType) -> bool:
+    """Whether a warp keeps activations in registers in the same way for rows of both (held_alike of rows.cuh)."""
+    kinds = {block_types.record(t).kind for t in (a, b)}
+    return len(kinds) == 1 or not kinds & {"PAIRS", "FOURS"}
 
 
 def _gate_type(gate: QTensor, D: int) -> str:

@@ -81,7 +81,7 @@ def grid_bytes(*types: QType) -> int:
 
 def held_columns(qtype: QType) -> int:
     """Columns of a row of activations that a warp can hold in registers for matrices of a type (n_held of rows.cuh)."""
-    return 4096 if block_types.record(qtype).kind == "PAIRS" else 2048
+    return 4096 if block_types.record(qtype).kind in ("PAIRS", "FOURS") else 2048
 
 
 def _target_bytes(rows: int) -> int:

@@ -67,8 +67,8 @@ def _shape(types: tuple[QType, ...], columns: int, few: bool, most_bytes: int) -
         return None
     tokens, at_once = FEW_TOKENS if few else GROUP, 2 if columns <= 3 * RUN_COLUMNS else 1
     records = [block_types.record(t) for t in types]
-    halves = any(r.kind == "HALVES" for r in records)
-    scales = not all(r.kind == "HALVES" and t != QType.Q2_K for r, t in zip(records, types, strict=True))
+    halves = any(r.halves for r in records)
+    scales = not all(r.halves and t != QType.Q2_K for r, t in zip(records, types, strict=True))
     stride = (columns + 95) // 128 * 128 + 48
     of_block = tokens * (stride + MEET_BYTES) + columns // 32 * tokens * 8 * (1 + halves)
     constants = TILE_ROWS * (10 * 8 * scales + 9 * 16 * halves)

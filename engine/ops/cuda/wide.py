@@ -154,7 +154,7 @@ def wide_shape(device: Device, ws: tuple[QTensor, ...], tokens: int) -> WideShap
 
 
 def _has_halves(ws: tuple[QTensor, ...]) -> bool:
-    return any(block_types.record(w.qtype).kind == "HALVES" for w in ws)
+    return any(block_types.record(w.qtype).halves for w in ws)
 
 
 def _units(ws: tuple[QTensor, ...]) -> int:
