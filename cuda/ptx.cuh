@@ -75,6 +75,20 @@ DEVICE u32 permute_or_sign(u32 a, u32 b, u32 selectors) {
     return r;
 }
 
+// The upper half of a word, and a half with all its bits flipped, in the low 16 bits: by the units that multiply, since those that
+// shift and permute have enough to do where this is asked for.
+DEVICE u32 upper_half(u32 a) {
+    u32 r;
+    asm("dp2a.lo.u32.s32 %0, %1, %2, 0;" : "=r"(r) : "r"(a), "r"(0x0100));
+    return r;
+}
+template <bool upper>
+DEVICE u32 half_flipped(u32 a) { // -1 less the half
+    u32 r;
+    asm("dp2a.lo.u32.s32 %0, %1, %2, -1;" : "=r"(r) : "r"(a), "r"(upper ? 0xff00 : 0x00ff));
+    return r;
+}
+
 // c + the dot product of four unsigned bytes (a) and four signed ones (b).
 DEVICE i32 dot4_unsigned(u32 a, i32 b, i32 c) {
     i32 r;

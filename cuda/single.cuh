@@ -14,9 +14,9 @@ DEVICE i32 block_at(i32 offset, i32 b) {
     return offset + b / (BlockType<type>::BLOCK_ELEMENTS / 32) * BlockType<type>::BLOCK_BYTES;
 }
 
-// Activations of a block of 32 as a type takes them; at most ten words.
+// Activations of a block of 32 as a type takes them; at most sixteen words.
 struct Arranged {
-    i32 x[10];
+    i32 x[16];
 };
 
 // How a type does it; the general form takes block_term.
@@ -30,34 +30,43 @@ struct Single {
 // --- 16 values that codes of four bits name ----------------------------------------------------------
 
 // Four codes are selectors of two permutations. In one those below 8 name a byte and the others its sign, in the other,
-// with the top bits flipped, the reverse; the signs are 0, or -1 with a table that makes up for it. Both are multiplied.
+// with all bits flipped, the reverse; the signs are 0, or -1 with a table that makes up for it. Both are multiplied.
 struct SixteenValues {
-    u32 low[2], high[2];
+    u32 low[2], high[2]; // high: from code 15 down to 8
 };
-constexpr SixteenValues IQ4_VALUES = {{0xbfad9881u, 0xf6eaddcfu}, {0x271a0e02u, 0x725a4636u}}; // signs -1, 0
-constexpr SixteenValues E2M1_VALUES = {{0x04030200u, 0x0d090705u}, {0xfdfeff00u, 0xf4f8fafcu}}; // signs 0, -1 (0 of 0)
+constexpr SixteenValues IQ4_VALUES = {{0xbfad9881u, 0xf6eaddcfu}, {0x36465a72u, 0x020e1a27u}}; // signs -1, 0
+constexpr SixteenValues E2M1_VALUES = {{0x04030200u, 0x0d090705u}, {0xfcfaf8f4u, 0x00fffefdu}}; // signs 0, -1 (0 of 0)
 
-// The low 16 bits of `codes` are those of elements e, n + e, e + 1, n + e + 1; x their activations in that order.
-template <const SixteenValues& V>
-DEVICE void add_values(u32 codes, i32 x, i32& low, i32& high) {
-    low = __dp4a((i32)permute_or_sign(V.low[0], V.low[1], codes), x, low);
-    high = __dp4a((i32)permute_or_sign(V.high[0], V.high[1], codes ^ 0x8888u), x, high);
-}
+// Selectors of four codes each in their low 16 bits, and all their bits flipped.
+struct Selectors {
+    u32 codes[8], flipped[8];
+};
 
-// 16 bytes of codes as eight such selectors; at an even address it takes no shifts.
+// 16 bytes of codes as such. Shifts would take as long as permutations do, so halves are loaded or multiplied.
 template <i32 align>
-DEVICE void load_selectors(const u8* stage, i32 at, u32 (&codes)[8]) {
-    if constexpr (align % 2 == 0) {
+DEVICE void load_selectors(const u8* stage, i32 at, Selectors& to) {
+    if constexpr (align == 2) {
 #pragma unroll
-        for (i32 i = 0; i < 8; i++)
-            codes[i] = load_half(stage, at + 2 * i);
+        for (i32 i = 0; i < 8; i++) {
+            to.codes[i] = load_half(stage, at + 2 * i);
+            to.flipped[i] = ~to.codes[i];
+        }
     } else {
         u32 v[4];
         load_run<align>(stage, at, v);
 #pragma unroll
-        for (i32 i = 0; i < 4; i++)
-            codes[2 * i] = v[i], codes[2 * i + 1] = v[i] >> 16;
+        for (i32 i = 0; i < 4; i++) {
+            to.codes[2 * i] = v[i], to.codes[2 * i + 1] = upper_half(v[i]);
+            to.flipped[2 * i] = half_flipped<false>(v[i]), to.flipped[2 * i + 1] = half_flipped<true>(v[i]);
+        }
     }
+}
+
+// Selector i is of elements e, n + e, e + 1, n + e + 1; x their activations in that order.
+template <const SixteenValues& V>
+DEVICE void add_values(const Selectors& of, i32 i, i32 x, i32& low, i32& high) {
+    low = __dp4a((i32)permute_or_sign(V.low[0], V.low[1], of.codes[i]), x, low);
+    high = __dp4a((i32)permute_or_sign(V.high[0], V.high[1], of.flipped[i]), x, high);
 }
 
 // Words a and b of activations, by turns.
@@ -79,12 +88,12 @@ struct ValueTerm {
     DEVICE float term(const u8* stage, i32 offset, i32 b, const Activations&, const Arranged& x) {
         typedef BlockCode<type> Code;
         const i32 at = block_at<type>(offset, b);
-        u32 codes[8];
+        Selectors codes;
         load_selectors<Code::CODE_ALIGN>(stage, Code::codes_at(at, b), codes);
         i32 low = 0, high = 0;
 #pragma unroll
         for (i32 i = 0; i < 8; i++)
-            add_values<V>(codes[i], x.x[i], low, high);
+            add_values<V>(codes, i, x.x[i], low, high);
         return Code::scale_at(stage, at, b) * (float)(low + high);
     }
 };
@@ -109,12 +118,12 @@ struct Single<NVFP4> {
     }
     DEVICE float term(const u8* stage, i32 offset, i32 b, const Activations&, const Arranged& x) {
         const i32 at = block_at<NVFP4>(offset, b);
-        u32 codes[8];
+        Selectors codes;
         load_selectors<4>(stage, at + 4 + 16 * (b & 1), codes);
         i32 low[2] = {0, 0}, high[2] = {0, 0};
 #pragma unroll
         for (i32 i = 0; i < 8; i++)
-            add_values<E2M1_VALUES>(codes[i], x.x[i], low[i / 4], high[i / 4]);
+            add_values<E2M1_VALUES>(codes, i, x.x[i], low[i / 4], high[i / 4]);
         float scale[2];
         BlockCode<NVFP4>::load_scales(stage, at, b, scale);
         return scale[0] * (float)(low[0] + high[0]) + scale[1] * (float)(low[1] + high[1]);
@@ -196,6 +205,59 @@ DEVICE u32 scale_and_minimum(const uint4& h, const ScaleBits& at, u32 factor, u3
     return half2_fma(and_or(four, at.high, six), factor, bias);
 }
 
+// --- fifth bits in a word of their own ----------------------------------------------------------------
+
+// Eight bits s as the top bits of eight nibbles: bits 3, 7, 2, 6, 1, 5, 0, 4. The four copies do not meet.
+DEVICE u32 spread_eight(u32 s) { return s * 0x08040201u; }
+
+// Codes of four bits and the fifth ones are multiplied apart, all where they are. x[0..7]: in order; x[8..15]: each four from the
+// last to the first, as spread_eight has them.
+template <Type type>
+struct FifthTerm {
+    static constexpr bool ARRANGED = true, FIXED = true;
+
+    DEVICE void arrange(const Activations& a, i32, Arranged& to) {
+#pragma unroll
+        for (i32 i = 0; i < 8; i++) {
+            to.x[i] = a.q[i];
+            to.x[8 + i] = (i32)__byte_perm((u32)a.q[i], 0, 0x0123u);
+        }
+    }
+    // `sum` + the dot product of a word of fifth bits and four words of codes, the first 16 in the low halves.
+    DEVICE i32 dot(u32 fifth, const u32* codes, const Arranged& x, i32 sum) {
+        i32 high = 0, eight = 0, top = 0; // 16, 1/2 and 8 times what they mean
+#pragma unroll
+        for (i32 i = 0; i < 4; i++) {
+            sum = dot4_unsigned(codes[i] & 0x0f0f0f0fu, x.x[i], sum);
+            high = dot4_unsigned(codes[i] & 0xf0f0f0f0u, x.x[i + 4], high);
+            const u32 bits = spread_eight(times_byte(fifth, i, 1));
+            eight = dot4_unsigned(bits & 0x08080808u, x.x[8 + 2 * i], eight);
+            top = dot4_unsigned(bits & 0x80808080u, x.x[9 + 2 * i], top);
+        }
+        return sum + (high >> 4) + 2 * eight + (top >> 3);
+    }
+};
+
+template <>
+struct Single<Q5_0> : FifthTerm<Q5_0> {
+    DEVICE float term(const u8* stage, i32 offset, i32 b, const Activations& a, const Arranged& x) {
+        const i32 at = block_at<Q5_0>(offset, b);
+        u32 w[5];
+        load_run<2>(stage, at + 2, w);
+        return half_to_float(load_half(stage, at)) * (float)dot(w[0], w + 1, x, -16 * a.sum);
+    }
+};
+
+template <>
+struct Single<Q5_1> : FifthTerm<Q5_1> {
+    DEVICE float term(const u8* stage, i32 offset, i32 b, const Activations& a, const Arranged& x) {
+        u32 w[6];
+        load_run<4>(stage, block_at<Q5_1>(offset, b), w);
+        const float minimum = -half_to_float((u16)(w[0] >> 16));
+        return __fmaf_rn(half_to_float((u16)w[0]), (float)dot(w[1], w + 2, x, 0), -(minimum * (float)a.sum));
+    }
+};
+
 // --- bits that lie in planes --------------------------------------------------------------------------
 
 // Q5_K: bit s of 32 bytes is the fifth one of block s. Both parts are masked where they are.
@@ -231,9 +293,6 @@ struct Single<Q5_K> {
 
 // --- grids --------------------------------------------------------------------------------------------
 
-// Eight signs s as the top bits of eight nibbles: those of weights 3, 7, 2, 6, 1, 5, 0, 4. The four copies do not meet.
-DEVICE u32 spread_signs(u32 s) { return s * 0x08040201u; }
-
 // Byte i of w.
 DEVICE u32 byte_of(u32 w, i32 i) { return __byte_perm(w, 0, 0x4440u + i); }
 
@@ -248,7 +307,7 @@ DEVICE float grid_term(const u8* stage, i32 at, i32 s, i32 first, i32 second) {
     return d * (float)(i32)odd_factor(scales) * G::SHRINK * (float)(first + second);
 }
 
-// IQ2: an entry's nibbles say a level in bits 1 and 2, in the order of spread_signs, and take the sign in bit 3; moved
+// IQ2: an entry's nibbles say a level in bits 1 and 2, in the order of spread_eight, and take the sign in bit 3; moved
 // down by a bit they select of three levels and their negatives.
 template <Type type>
 struct Iq2Term {
@@ -271,7 +330,7 @@ struct Iq2Term {
         i32 sum[2] = {0, 0};
 #pragma unroll
         for (i32 i = 0; i < 4; i++) {
-            const u32 w = and_or(spread_signs(times_byte(g.signs, i, 1)), 0x88888888u, G::spread_entry(g, i));
+            const u32 w = and_or(spread_eight(times_byte(g.signs, i, 1)), 0x88888888u, G::spread_entry(g, i));
             sum[i / 2] = __dp4a((i32)permute_or_sign(LEVELS.low, NEGATIVE, w >> 1), x.x[2 * i], sum[i / 2]);
             sum[i / 2] = __dp4a((i32)permute_or_sign(LEVELS.low, NEGATIVE, w >> 17), x.x[2 * i + 1], sum[i / 2]);
         }
@@ -298,7 +357,7 @@ struct Iq3Term {
 #pragma unroll
         for (i32 i = 0; i < 8; i++) {
             // Signs of four weights as the top bits of bytes, then as whole bytes.
-            const u32 signs = spread_signs(byte_of(g.signs, i / 2)) << (i % 2 ? 0 : 4);
+            const u32 signs = spread_eight(byte_of(g.signs, i / 2)) << (i % 2 ? 0 : 4);
             const u32 magnitudes = G::magnitudes(g, i);
             sum = __dp4a((i32)magnitudes, x.x[i], sum);
             negative = __dp4a((i32)(magnitudes & permute_or_sign(signs, 0, 0xba98u)), x.x[i], negative);

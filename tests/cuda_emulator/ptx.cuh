@@ -66,6 +66,12 @@ DEVICE u32 and_or(u32 a, u32 mask, u32 pattern) { return (a & mask) | pattern; }
 
 DEVICE u32 permute_or_sign(u32 a, u32 b, u32 selectors) { return __byte_perm(a, b, selectors); }
 
+DEVICE u32 upper_half(u32 a) { return a >> 16; }
+template <bool upper>
+DEVICE u32 half_flipped(u32 a) {
+    return -1 - (upper ? a >> 16 : a & 0xffff);
+}
+
 DEVICE i32 dot4_unsigned(u32 a, i32 b, i32 c) {
     return (i32)emulator_dot4(a, false, (u32)b, true, (u32)c);
 }
