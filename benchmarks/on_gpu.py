@@ -99,7 +99,7 @@ MEASUREMENTS = (
     Measurement(
         "decode-cpu_experts",
         "decode.py Q4_K_M.gguf --depths= --policies= --rates 0,1,5,6.6,10,20,40 --tokens 128 --cpu-experts off,auto",
-        150,
+        80,
     ),
     Measurement(
         "decode-guesses",
@@ -122,8 +122,9 @@ MEASUREMENTS = (
     Measurement("next_turn", "next_turn.py Q4_K_M.gguf", 60),
     Measurement("forms_speed", "forms_speed.py Q4_K_M.gguf --device cuda --rounds 3", 60),
     Measurement("soak", "soak.py Q4_K_M.gguf --cpu-experts auto --guess auto", 480),
-    Measurement("decode-q3", "decode.py Q3_K_M.gguf --depths 512 --rates= --policies= --runs 5", 30),
-    Measurement("decode-iq2", "decode.py UD-IQ2_XXS.gguf --depths 512 --rates= --policies= --runs 5", 30),
+    Measurement("decode-q4", "decode.py Q4_K_M.gguf --depths 512 --rates= --policies= --runs 5", 15),
+    Measurement("decode-q3", "decode.py Q3_K_M.gguf --depths 512 --rates= --policies= --runs 5", 15),
+    Measurement("decode-iq2", "decode.py UD-IQ2_XXS.gguf --depths 512 --rates= --policies= --runs 5", 15),
     Measurement("draft_speed-dense", "draft_speed.py dense.gguf --parts drafter --draft mtp --runs 2", 60),
     Measurement(
         "draft_speed-dense-short", "draft_speed.py dense.gguf --parts drafter --draft mtp --beyond 0.01 --runs 4", 75
