@@ -27,11 +27,23 @@ HEAD_RECORDS = 50  # where a file says what it is and what it continues
 
 
 @dataclass(frozen=True, slots=True)
+class Base:
+    """What the log of a Codex thread goes on from, which it does not repeat: lines of another log.
+
+    rollout: id of that log. end: the ordinal of its first line that does not count.
+    """
+
+    rollout: str
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
 class LogFile:
     """One log file.
 
     session_id: id of the session in it, which begins with its root's.
     agent: id of the subagent whose log it is, else empty. readable: its first lines have a record.
+    rollout, base: of one of Codex's logs, its id and what it goes on from, if there is that.
     """
 
     path: Path
@@ -40,6 +52,8 @@ class LogFile:
     agent: str = ""
     started_at: str = ""
     readable: bool = True
+    rollout: str = ""
+    base: Base | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -278,47 +292,61 @@ def group_codex(logs: Sequence[tuple[Path, int]], intake: Intake) -> list[Group]
     thread may have several logs (one archived, one that continues another); a parent may be missing.
     """
     quiet = intake.quiet()  # heads are read again
-    threads: list[tuple[str, str, Path, int]] = []  # thread, started at, path, size
+    heads = [(_codex_head(path, quiet), path, size) for path, size in logs]
+    # A later log of a thread, or one of an earlier state of it, has an id that others refer to.
+    later = {head.rollout: head.thread for head, _, _ in reversed(heads) if head.rollout != head.thread}
     parents: dict[str, str] = {}
-    for path, size in logs:
-        thread, parent, started_at = _codex_head(path, quiet)
-        threads.append((thread, started_at, path, size))
-        if parent and parent != thread:
-            parents.setdefault(thread, parent)
-        in_name = _TRAILING_ID.search(_name(path))
-        if in_name and in_name[0] != thread:  # the log of an earlier state of the thread: others refer to it
-            parents.setdefault(in_name[0], thread)
+    for head, _, _ in heads:
+        parent = later.get(head.parent, head.parent)
+        if parent and parent != head.thread:
+            parents.setdefault(head.thread, parent)
 
     grouped: dict[str, list[tuple[int, str, int, Path, LogFile]]] = {}
-    for thread, started_at, path, size in threads:
-        depth, root = _ancestry(thread, parents)
-        log = LogFile(path, size, thread if thread == root else f"{root}/{thread}", "", started_at)
-        grouped.setdefault(root, []).append((depth, started_at, -size, path, log))
+    for head, path, size in heads:
+        depth, root = _ancestry(head.thread, parents)
+        session_id = head.thread if head.thread == root else f"{root}/{head.thread}"
+        log = LogFile(path, size, session_id, "", head.started_at, rollout=head.rollout, base=head.base)
+        grouped.setdefault(root, []).append((depth, head.started_at, -size, path, log))
     return [
         Group("codex", root, tuple(log for *_, log in sorted(members, key=lambda m: m[:4])))
         for root, members in sorted(grouped.items())
     ]
 
 
-def _codex_head(path: Path, intake: Intake) -> tuple[str, str, str]:
-    """Thread id, parent's id (empty if it has none) and start of a log."""
+@dataclass(frozen=True, slots=True)
+class _CodexHead:
+    """What the first lines of one of Codex's logs say, and its name: ids of its thread, of a parent or "", its own."""
+
+    thread: str
+    parent: str
+    rollout: str
+    started_at: str = ""
+    base: Base | None = None
+
+
+def _codex_head(path: Path, intake: Intake) -> _CodexHead:
     in_name = _TRAILING_ID.search(_name(path))
-    thread = in_name[0] if in_name else plain_id(_name(path))
+    rollout = in_name[0] if in_name else plain_id(_name(path))
     for record in islice(read_records(path, intake), HEAD_RECORDS):
         meta = codex_meta(record)
         if meta is not None:
             spawned = as_object(as_object(as_object(meta.get("source")).get("subagent")).get("thread_spawn"))
+            base = as_object(meta.get("history_base"))
+            before = as_text(base.get("thread_id"))  # of a log: a thread's first one has the thread's id
             candidates = (
-                meta.get("forked_from_id"),
-                spawned.get("parent_thread_id"),
-                meta.get("parent_thread_id"),
-                as_object(meta.get("history_base")).get("thread_id"),
-            )
+                meta.get("forked_from_id"), spawned.get("parent_thread_id"), meta.get("parent_thread_id"), before
+            )  # fmt: skip
             parent = next((text for c in candidates if (text := as_text(c))), "")
             started_at = as_text(meta.get("timestamp")) or as_text(record.get("timestamp"))
-            own = as_text(meta.get("id"))
-            return plain_id(own) if own else thread, plain_id(parent) if parent else "", started_at
-    return thread, "", ""
+            own, end = as_text(meta.get("id")), base.get("end_ordinal_exclusive")
+            return _CodexHead(
+                plain_id(own) if own else rollout,
+                plain_id(parent) if parent else "",
+                rollout if in_name or not own else plain_id(own),
+                started_at,
+                Base(plain_id(before), end) if before and isinstance(end, int) else None,
+            )
+    return _CodexHead(rollout, "", rollout)
 
 
 def codex_meta(record: dict[str, Any]) -> dict[str, Any] | None:

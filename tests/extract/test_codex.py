@@ -320,6 +320,89 @@ def test_turns_that_were_taken_back_become_a_branch(tmp_path: Path) -> None:
     assert words(sessions[f"{THREAD}~1"]) == ["s: Be brief.", "u: thanks", "a: Bye."]
 
 
+def going_on(base: str, end: int, *turns: str, thread: str = THREAD, hour: int = 10) -> list[Record | str]:
+    """A log that goes on from the first `end` lines of another, as since November 2026."""
+    at = {"timestamp": f"2026-03-01T{hour}:00:00Z"}
+    goes_on = {"thread_id": base, "end_ordinal_exclusive": end, "end_byte_offset": 1}
+    records = [meta(thread, history_mode="paginated", history_base=goes_on)]
+    records[0]["payload"] |= at
+    records += [said(role, f"{role} {turn}") for turn in turns for role in ("user", "assistant")]
+    return [{**record, **at, "ordinal": end + i} for i, record in enumerate(records)]
+
+
+def begun(*turns: str) -> list[Record | str]:
+    """A thread's first log: its head and two lines, then two of each turn."""
+    first: list[Record] = [meta(base_instructions={"text": "Be brief."}, history_mode="paginated"), *PLAIN[2:4]]
+    first += [said(role, f"{role} {turn}") for turn in turns for role in ("user", "assistant")]
+    return [{**record, "ordinal": i} for i, record in enumerate(first)]
+
+
+BEGUN_WORDS = PLAIN_WORDS[:3]
+
+
+def turns_of(*turns: str) -> list[str]:
+    return [f"{role[0]}: {role} {turn}" for turn in turns for role in ("user", "assistant")]
+
+
+def test_a_thread_that_went_back_goes_on_in_another_log(tmp_path: Path) -> None:
+    write(tmp_path, THREAD, begun("A", "B", "C"))
+    write(tmp_path, f"{THREAD}_{OTHER}", going_on(THREAD, 7, "D", "E"))
+    sessions, report = run(tmp_path)
+    assert words(sessions[THREAD]) == [*BEGUN_WORDS, *turns_of("A", "B", "D", "E")]
+    assert words(sessions[f"{THREAD}~1"]) == ["s: Be brief.", *turns_of("C")]
+    assert set(sessions) == {THREAD, f"{THREAD}~1"} and report.files == 2
+
+
+def test_a_thread_may_go_back_again_and_to_what_it_had_left(tmp_path: Path) -> None:
+    write(tmp_path, THREAD, begun("A", "B", "C"))
+    write(tmp_path, f"{THREAD}_{OTHER}", going_on(THREAD, 7, "D", "E"))
+    write(tmp_path, f"{THREAD}_{THIRD}", going_on(OTHER, 10, "F", hour=11))
+    sessions, _ = run(tmp_path)
+    assert words(sessions[THREAD]) == [*BEGUN_WORDS, *turns_of("A", "B", "D", "F")]
+    assert words(sessions[f"{THREAD}~1"])[1:] == turns_of("C")
+    assert words(sessions[f"{THREAD}~2"])[1:] == turns_of("E")
+    write(tmp_path, f"{THREAD}_{THIRD[:-1]}4", going_on(THREAD, 9, "G", hour=12))
+    sessions, _ = run(tmp_path)
+    assert words(sessions[THREAD]) == [*BEGUN_WORDS, *turns_of("A", "B", "C", "G")]
+    left = [words(sessions[s])[1:] for s in sorted(sessions) if "~" in s]
+    assert left == [turns_of("E"), turns_of("D", "F")] and len(sessions) == 3
+
+
+def test_a_thread_may_go_back_behind_its_compaction(tmp_path: Path) -> None:
+    compacted = [line("compacted", {"message": "In short."}), said("user", "user C"), said("assistant", "assistant C")]
+    write(tmp_path, THREAD, [*begun("A", "B"), *({**r, "ordinal": 7 + i} for i, r in enumerate(compacted))])
+    write(tmp_path, f"{THREAD}_{OTHER}", going_on(THREAD, 5, "D"))
+    sessions, _ = run(tmp_path)
+    assert words(sessions[THREAD]) == [*BEGUN_WORDS, *turns_of("A", "D")]
+    assert words(sessions[f"{THREAD}~1"])[1:] == turns_of("B")
+    assert words(sessions[f"{THREAD}#2"]) == ["s: Be brief.", "u: In short.", *turns_of("C")]
+
+
+def test_a_log_whose_beginning_is_gone_has_what_is_left(tmp_path: Path) -> None:
+    write(tmp_path, f"{THREAD}_{OTHER}", going_on(THREAD, 7, "D"))
+    sessions, _ = run(tmp_path)
+    assert {s: words(sessions[s]) for s in sessions} == {THREAD: turns_of("D")}
+
+
+def test_a_fork_of_a_thread_that_went_back_has_its_root(tmp_path: Path) -> None:
+    write(tmp_path, THREAD, begun("A", "B"))
+    write(tmp_path, f"{THREAD}_{OTHER}", going_on(THREAD, 5, "C"))
+    write(tmp_path, THIRD, going_on(OTHER, 8, "D", thread=THIRD))
+    sessions, _ = run(tmp_path)
+    assert words(sessions[f"{THREAD}/{THIRD}"]) == turns_of("D")
+    assert set(sessions) == {THREAD, f"{THREAD}~1", f"{THREAD}/{THIRD}"}
+
+
+def test_what_a_reviewer_found_is_not_the_reviewed_models(tmp_path: Path) -> None:
+    found = "  <context>x</context>\n  <action>review</action>\n  <results>\n  One bug.\n  </results>"
+    action = f"<user_action>\n{found}\n</user_action>"
+    write(tmp_path, THREAD, [*PLAIN, said("user", action), said("assistant", "One bug."), said("user", "mend it"),
+                             said("assistant", "Done.")])  # fmt: skip
+    sessions, report = run(tmp_path)
+    assert words(sessions[THREAD]) == [*PLAIN_WORDS, f"u: {action}", "u: mend it", "a: Done."]
+    assert report.skipped_lines["replay"] == 1
+
+
 SPAWNED = {"subagent": {"thread_spawn": {"parent_thread_id": THREAD, "depth": 1}}}
 
 
