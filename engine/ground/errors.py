@@ -6,6 +6,8 @@ error raised inside the daemon ends a command exactly as an error raised in the 
 
 from __future__ import annotations
 
+from typing import Any
+
 EXIT_FAILURE = 1
 EXIT_USAGE = 2
 EXIT_DEADLINE = 124  # the code of GNU timeout
@@ -68,13 +70,18 @@ class MissingExtraError(SparkError):
 
 
 class RequestError(SparkError):
-    """A request that is refused: malformed, unknown operation, token out of range."""
+    """A request that is refused: malformed, unknown operation, token out of range.
+
+    details: what the answer says besides, for clients that can do without what is refused.
+    """
 
     code = "bad_request"
 
-    def __init__(self, message: str, *, hint: str = "", field: str | None = None) -> None:
+    def __init__(
+        self, message: str, *, hint: str = "", field: str | None = None, details: dict[str, Any] | None = None
+    ) -> None:
         super().__init__(message, hint=hint)
-        self.field = field
+        self.field, self.details = field, details
 
 
 class ContextOverflowError(RequestError):

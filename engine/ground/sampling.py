@@ -36,7 +36,7 @@ CHECK = checks.record(
     {
         "temperature": checks.number(0.0, 100.0),
         "top_k": checks.integer(0, (1 << 31) - 1),
-        "top_p": checks.number(0.0, 1.0, above=True),
+        "top_p": checks.number(0.0, 1.0),  # 0: the likeliest token alone
         "min_p": checks.number(0.0, 1.0),
         "repetition_penalty": checks.number(1 / PENALTY_MOST, PENALTY_MOST),
         "seed": checks.integer(0, (1 << 64) - 1),

@@ -160,11 +160,13 @@ def json_response(made: dict[str, Any], status: int = 200) -> Response:
 
 
 def error_response(
-    scope: Scope, status: int, message: str, code: str | None = None, param: str | None = None
-) -> Response:
+    scope: Scope, status: int, message: str, code: str | None = None, param: str | None = None,
+    details: dict[str, Any] | None = None,
+) -> Response:  # fmt: skip
     """Make the response of a failure, in the shape of the API that the request's path belongs to."""
     if is_anthropic(scope):
         made = anthropic_error(status, message, code)
+        made["error"] |= {} if details is None else {"details": details}
     else:
         made = openai_error(status, message, code, param)
     if status == OVERLOADED and not is_anthropic(scope):
@@ -217,7 +219,8 @@ async def _on_spark_error(request: Request, error: Exception) -> Response:
     status, message, code = explain(error)
     if isinstance(error, ContextOverflowError) and is_anthropic(request.scope):
         message = prompt_too_long(error)
-    return error_response(request.scope, status, message, code, error.field)
+    details = error.details if isinstance(error, RequestError) else None
+    return error_response(request.scope, status, message, code, error.field, details)
 
 
 def prompt_too_long(error: ContextOverflowError) -> str:

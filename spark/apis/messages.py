@@ -14,7 +14,7 @@ import secrets
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from engine.ground.errors import ContextOverflowError, SparkError
+from engine.ground.errors import ContextOverflowError, RequestError, SparkError
 from spark.apis.http import anthropic_error, explain, prompt_too_long
 from spark.apis.message_tools import CHANGES, offered
 from spark.apis.recall import kept_messages, kv_recall
@@ -24,7 +24,9 @@ from spark.speech.conversation import CallArguments, CallStart, Conversation, Fi
 from spark.speech.sessions import Message, ToolCall
 
 _BILLING = "x-anthropic-billing-header"
-_UNSUPPORTED: Mapping[str, Sequence[Any]] = {"mcp_servers": [[]], "container": [], "thread": []}
+_UNSUPPORTED: Mapping[str, Sequence[Any]] = {"mcp_servers": [[]], "container": []}
+# What the official SDKs' tool runners know: they leave the field out then, and ask again.
+_UNTHREADED = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
 _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 _SIGNATURE = "spark-"
 # Blocks that sessions hold and that must not make them unusable.
@@ -65,6 +67,8 @@ def _omits(body: Mapping[str, Any]) -> bool:
 
 def _parse(body: Mapping[str, Any], max_tokens: int | None) -> Conversation:
     c.refuse(body, _UNSUPPORTED)
+    if body.get("thread") is not None:
+        raise RequestError("thread: not supported", hint="leave thread out", field="thread", details=_UNTHREADED)
     messages = [Message("system", text)] if (text := _system(body.get("system"))) else []
     given = c.records(body, "messages", c.MAX_MESSAGES)
     if not given:
@@ -80,7 +84,7 @@ def _parse(body: Mapping[str, Any], max_tokens: int | None) -> Conversation:
         messages += made
     written = ""
     if messages and messages[-1].role == "assistant" and not messages[-1].tool_calls:
-        written = messages.pop().content.rstrip()  # clients begin a reply this way
+        written = messages.pop().content  # clients begin a reply this way
     if not messages:
         raise c.refusal("messages", "expected one that is not the assistant's")
     choice, parallel = _choice(body, tools)
@@ -88,6 +92,8 @@ def _parse(body: Mapping[str, Any], max_tokens: int | None) -> Conversation:
     form_field, form = "output_config.format", output.get("format")
     if form is None:
         form_field, form = "output_format", body.get("output_format")
+    if form is not None and written.strip():
+        raise c.refusal(form_field, "not together with messages that end with the beginning of the reply")
     return Conversation(
         messages=tuple(messages),
         tools=tools,

@@ -70,13 +70,13 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class Opening:
-    """What a reply is generated from: tokens, and whether they open reasoning, or shut it, at their end.
+    """What a reply is generated from: tokens, and whether they open reasoning, or shut it, or end within a reply.
 
     kept: of the messages that were asked for, the tokens [from, to) that they took, or some more (spans.py).
     """
 
     tokens: list[int]
-    thinking: Literal["open", "shut", ""]
+    thinking: Literal["open", "shut", "begun", ""]
     kept: tuple[Span, ...] = ()
 
 
@@ -124,8 +124,9 @@ class Renderer:
         thinking: None leaves it to the template; one that does not know `enable_thinking` is helped: reasoning is
         opened and shut again, so that the model takes it for done. effort: for templates that know it. preserve:
         whether the reasoning of earlier turns is shown, for templates that know `preserve_thinking`. written: how the
-        reply begins, after reasoning that is shut. kept: ranges of messages whose tokens are asked for, [from, to)
-        each; -1: what stands before all messages.
+        reply begins, after reasoning that is shut; blanks at its end are not rendered, as they belong to the next word,
+        so those that the reply then begins with are there already. kept: ranges of messages whose tokens are asked
+        for, [from, to) each; -1: what stands before all messages.
         """
         dialect = self.dialect
         variables: dict[str, Any] = {}
@@ -137,15 +138,17 @@ class Renderer:
             variables["preserve_thinking"] = preserve
         chat, shielded, now = self._chat(messages), self._shield.data(list(tools)), datetime.now()
         prompt = rendering = self._template.render(chat, shielded, now=now, **variables)
-        state = _thinking_of(prompt)
-        if (state == "open" or (not state and dialect.thinks)) and (thinking is False or written):
+        state: Literal["open", "shut", "begun", ""] = _thinking_of(prompt)
+        begun = written.rstrip()
+        if (state == "open" or (not state and dialect.thinks)) and (thinking is False or begun):
             prompt += self.shut if state == "open" else f"{dialect.opens}\n{self.shut}"
             state = "shut"
-        if written:
-            prompt += self._shield.text(written)
+        if begun:
+            prompt += self._shield.text(begun)
+            state = "begun" if begun == written else "shut"
         tokens = _listed(self._prompt_tokens(prompt))
         if not kept:
-            return Opening(tokens, "shut" if written else state)
+            return Opening(tokens, state)
         marks = find(rendering, lambda *marked: self._template.render(*marked, now=now, **variables), chat, shielded)
         spans = [(0, len(prompt)) if marks is None else marks.around(*of) for of in _in_chat(messages, kept)]
         spans = [(begin, len(prompt) if end == len(rendering) else end) for begin, end in spans]
@@ -153,7 +156,7 @@ class Renderer:
         n_bos = len(tokens) - found.n
         taken = [found.tokens(begin, end) for begin, end in spans]
         kept_tokens = tuple((begin + n_bos if begin else 0, end + n_bos) for begin, end in taken if begin < end)
-        return Opening(tokens, "shut" if written else state, kept_tokens)
+        return Opening(tokens, state, kept_tokens)
 
     @property
     def shut(self) -> str:

@@ -20,7 +20,8 @@ class ReplyParser:
     """Takes one reply apart.
 
     stops: strings that end it and are left out. tools: definitions of those that may be called. thinking: the prompt
-    has opened reasoning, "open", or shut it, "shut"; "": neither. single_call: the reply ends with its first call.
+    has opened reasoning, "open", or shut it, "shut", or ends within the reply, "begun", so that blanks are its own; "":
+    none of these. single_call: the reply ends with its first call.
     calls_only: there is to be a call, and no text. plain: nothing but stop strings is looked for.
     `stop`: the stop string that came. `ended`: nothing more is given out. `called`: there was a whole tool call.
     `cut`: the last call is not whole; of one that was cut before its name was known nothing is given out.
@@ -32,7 +33,7 @@ class ReplyParser:
         *,
         stops: Sequence[str] = (),
         tools: Sequence[Mapping[str, Any]] = (),
-        thinking: Literal["open", "shut", ""] = "",
+        thinking: Literal["open", "shut", "begun", ""] = "",
         single_call: bool = False,
         calls_only: bool = False,
         plain: bool = False,
@@ -46,7 +47,7 @@ class ReplyParser:
         self._reader: calls.Reader | None = None
         self._state: Literal["reasoning", "content"] = "reasoning" if thinking == "open" else "content"
         self._fresh = thinking != "open" and not plain  # there were only blanks so far, and reasoning may begin
-        self._beside_mark = thinking != ""  # there were only blanks since a mark
+        self._beside_mark = thinking in ("open", "shut")  # there were only blanks since a mark
         self._held = ""  # may contain a mark, or the beginning of one
         self._pushed = 0  # characters
         self._blanks = ""  # text if more text follows, nothing if a mark does

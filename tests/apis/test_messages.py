@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 from typing import Any
 
 import pytest
@@ -32,7 +33,12 @@ TOOL = {
     "input_schema": {"type": "object"},
     "cache_control": {"type": "ephemeral"},
 }
+FORM = {"type": "json_schema", "schema": {"type": "integer"}}
 OURS = {"type": "function", "function": {"name": "read", "description": "reads", "parameters": {"type": "object"}}}
+
+
+def text_of(role: str, words: str) -> dict:
+    return {"role": role, "content": words}
 
 
 def text(words: str, **more: Any) -> dict:
@@ -112,6 +118,13 @@ def test_thinking(change: dict, expected: Reasoning) -> None:
     assert parse(HELLO | change).reasoning == expected
 
 
+def test_what_cannot_be_threaded_is_refused_as_the_sdks_know_it() -> None:
+    with pytest.raises(RequestError, match="thread") as caught:
+        parse(HELLO | {"thread": {"type": "create"}})
+    assert caught.value.details == {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
+    assert pickle.loads(pickle.dumps(caught.value)).details == caught.value.details  # large bodies are read elsewhere
+
+
 def test_choices_forms_and_beginnings() -> None:
     assert parse(HELLO | {"tools": [TOOL], "tool_choice": {"type": "any"}}).tool_choice == "required"
     assert parse(HELLO | {"tools": [TOOL], "tool_choice": {"type": "tool", "name": "read"}}).tool_choice == (
@@ -119,11 +132,11 @@ def test_choices_forms_and_beginnings() -> None:
         "read",
     )
     assert parse(HELLO | {"tool_choice": {"type": "none"}}).tool_choice == "none"
-    form = {"type": "json_schema", "schema": {"type": "integer"}}
+    form = FORM
     assert parse(HELLO | {"output_format": form}).response_schema == {"type": "integer"}
     assert parse(HELLO | {"output_config": {"format": form}}).response_schema == {"type": "integer"}
     begun = parse({**HELLO, "messages": [*HELLO["messages"], {"role": "assistant", "content": "{ "}]})  # type: ignore[misc]
-    assert begun.written == "{" and begun.messages == (Message("user", "hello"),)
+    assert begun.written == "{ " and begun.messages == (Message("user", "hello"),)
     assert parse_count({"messages": HELLO["messages"], "system": "be"}).messages[0] == Message("system", "be")
 
 
@@ -148,6 +161,10 @@ def test_choices_forms_and_beginnings() -> None:
         ({"tool_choice": {"type": "any"}}, "tool_choice"),
         ({"tool_choice": {"type": "tool", "name": "x"}}, "tool_choice.name"),
         ({"thinking": {"type": "much"}}, "thinking.type"),
+        (
+            {"messages": [text_of("user", "x"), text_of("assistant", "{")], "output_format": FORM},
+            "output_format",
+        ),
         ({"thinking": {"type": "enabled", "budget_tokens": -1}}, "thinking.budget_tokens"),
         ({"mcp_servers": [{}]}, "mcp_servers"),
         ({"stop_sequences": "x"}, "stop_sequences"),

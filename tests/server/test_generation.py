@@ -158,12 +158,11 @@ def test_how_prompts_end(monkeypatch: pytest.MonkeyPatch, name: str, enabled: bo
 
 def test_how_replies_begin(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, end in (("qwen35", f"{SHUT}so"), ("nano", f"{SHUT}so"), ("gemma4", "<channel|>so"), ("plain", "so")):
-        backend = Backend(" it is")
-        parts, _ = run(monkeypatch, name, backend, Conversation(ASKED, written="so"))
-        assert (
-            backend.asked[0][0].endswith(end)
-            and "".join(p.text for p in parts if isinstance(p, Text)).strip() == "it is"
-        )
+        for written, reply in (("so", " it is"), ("so\n", "it is")):  # whose blanks they are
+            backend = Backend(" it is")
+            parts, _ = run(monkeypatch, name, backend, Conversation(ASKED, written=written))
+            assert backend.asked[0][0].endswith(end)
+            assert "".join(p.text for p in parts if isinstance(p, Text)) == reply
 
 
 @pytest.mark.parametrize(

@@ -297,6 +297,7 @@ def test_thinking_may_begin_in_the_prompt() -> None:
     assert take(["hm\n</think>\n\nyes"], thinking="open") == ("hm", "yes", [], None)
     assert take(["<think> hm"], thinking="open") == ("<think> hm", "", [], None)
     assert take(["\n\nyes "], thinking="shut") == ("", "yes ", [], None)
+    assert take(["\n\n", "yes "], thinking="begun") == ("", "\n\nyes ", [], None)
 
 
 @pytest.mark.parametrize(
