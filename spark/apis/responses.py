@@ -98,6 +98,7 @@ def parse(body: Mapping[str, Any], found: Found | None = None, before: tuple[Key
     """
     c.refuse(body, _UNSUPPORTED)
     _check_metadata(body)
+    _summary(body)
     keep = c.get(body, "store", bool, True)
     messages, entries, places, brought = read(body.get("input"), found or Found(), keep)
     if instructions := c.get(body, "instructions", str, ""):
@@ -146,8 +147,23 @@ def _check_metadata(body: Mapping[str, Any]) -> None:
 
 def kept(body: Mapping[str, Any]) -> dict[str, Any]:
     """What writers need of a body, most of which a response repeats."""
-    names = ("include", "instructions", "metadata", "previous_response_id", "text", "tool_choice", "tools")
+    names = ("include", "instructions", "metadata", "previous_response_id", "reasoning", "text", "tool_choice", "tools")
     return {name: body[name] for name in names if name in body}
+
+
+def _summary(body: Mapping[str, Any]) -> str | None:
+    """The kind of summary of its reasoning that a request asks for, if it does; the newer name comes first."""
+    asked = c.get(body, "reasoning", dict, {})
+    kind: str | None = None
+    for name in ("generate_summary", "summary"):
+        kind = c.get(asked, name, str, kind, "reasoning.")
+        if kind not in (None, "none", "auto", "concise", "detailed"):
+            raise c.refusal(f"reasoning.{name}", "expected auto, concise or detailed")
+    return None if kind == "none" else kind
+
+
+def _summarized(item: Text) -> dict[str, Any]:
+    return {"type": "summary_text", "text": item.text}
 
 
 def _logprobs(body: Mapping[str, Any]) -> int | None:
@@ -191,6 +207,8 @@ class Writer:
         special = conversation.offered if isinstance(conversation, Asked) else ()
         self._tools = {tool.known_as: tool for tool in special}
         self._keep = "reasoning.encrypted_content" in c.get(body, "include", list, [])
+        # What reasoning says in short is asked for by those who show nothing else of it: it is all of it then.
+        self._summary = _summary(body)
         sampling = conversation.sampling
         self._head = {
             "id": f"resp_{secrets.token_hex(12)}",
@@ -203,7 +221,7 @@ class Writer:
             "metadata": body.get("metadata") or {},
             "parallel_tool_calls": conversation.parallel_calls,
             "previous_response_id": body.get("previous_response_id"),
-            "reasoning": {"effort": conversation.reasoning.effort, "summary": None},
+            "reasoning": {"effort": conversation.reasoning.effort, "summary": self._summary},
             "store": self._asked is not None,
             "temperature": sampling.temperature,
             "text": echo.of(body.get("text") or _PLAIN, _PLAIN),
@@ -255,11 +273,9 @@ class Writer:
                 made = self._close() + self._begin(Text(part.kind, ""))
             assert isinstance(self._open, Text)
             self._open = Text(part.kind, self._open.text + part.text)
-            kind = "reasoning_text" if part.kind == "reasoning" else "output_text"
             logprobs = [*map(entry, part.logprobs)]
             self._logprobs.add(logprobs)
-            more: dict[str, Any] = {} if part.kind == "reasoning" else {"logprobs": logprobs}
-            return made + self._inside(f"response.{kind}.delta", content_index=0, delta=part.text, **more)
+            return made + self._of_text(part.kind, "delta", delta=part.text, logprobs=logprobs)
         if isinstance(part, CallStart):
             return self._close() + self._begin(WholeCall(part.id, part.name, ""))
         if isinstance(part, CallArguments):
@@ -324,6 +340,21 @@ class Writer:
         """An event of the item that is being written."""
         return self._event(kind, item_id=self._id, output_index=len(self._output), **fields)
 
+    def _of_text(self, written: str, event: str, **fields: Any) -> bytes:
+        """An event of the text that is being written; reasoning has no log-probabilities."""
+        if written == "content":
+            return self._inside(f"response.output_text.{event}", content_index=0, **fields)
+        del fields["logprobs"]
+        if self._summary is not None:
+            return self._inside(f"response.reasoning_summary_text.{event}", summary_index=0, **fields)
+        return self._inside(f"response.reasoning_text.{event}", content_index=0, **fields)
+
+    def _of_part(self, item: Text, event: str) -> bytes:
+        """An event of the part that the text is."""
+        if item.kind == "reasoning" and self._summary is not None:
+            return self._inside(f"response.reasoning_summary_part.{event}", summary_index=0, part=_summarized(item))
+        return self._inside(f"response.content_part.{event}", content_index=0, part=self._content(item))
+
     def _begin(self, item: Text | WholeCall) -> bytes:
         self._open, self._logprobs = item, Written()
         if isinstance(item, WholeCall):
@@ -335,7 +366,7 @@ class Writer:
             return b""
         made = self._added()
         if isinstance(item, Text):
-            made += self._inside("response.content_part.added", content_index=0, part=self._content(item))
+            made += self._of_part(item, "added")
         return made
 
     def _close(self, status: str = "completed") -> bytes:
@@ -345,10 +376,8 @@ class Writer:
             return b""
         done = self._item(status)
         if isinstance(item, Text):
-            kind = "reasoning_text" if item.kind == "reasoning" else "output_text"
-            more: dict[str, Any] = {} if item.kind == "reasoning" else {"logprobs": self._logprobs}
-            made = self._inside(f"response.{kind}.done", content_index=0, text=item.text, **more)
-            made += self._inside("response.content_part.done", content_index=0, part=self._content(item))
+            made = self._of_text(item.kind, "done", text=item.text, logprobs=self._logprobs)
+            made += self._of_part(item, "done")
         elif done["type"] == "custom_tool_call":
             made = self._inside("response.custom_tool_call_input.delta", delta=done["input"])
             made += self._inside("response.custom_tool_call_input.done", input=done["input"])
@@ -379,7 +408,8 @@ class Writer:
         content = [self._content(item)] if status != "in_progress" else []
         if item.kind == "content":
             return made | {"type": "message", "role": "assistant", "content": content}
-        made |= {"type": "reasoning", "summary": [], "content": content}
+        summary = [] if self._summary is None or status == "in_progress" else [_summarized(item)]
+        made |= {"type": "reasoning", "summary": summary, "content": content}
         if self._keep:
             made["encrypted_content"] = seal(item.text) if status != "in_progress" else None
         return made

@@ -124,8 +124,12 @@ def test_some_of_the_tools() -> None:
         parse(BODY | {"tool_choice": some | {"tools": [{"type": "function", "name": "x"}]}})
 
 
-def writer() -> Writer:
-    return Writer("m", BODY, parse(BODY))
+SUMMARIZED = ("part.added", "text.delta", "text.done", "part.done")
+
+
+def writer(**changes: Any) -> Writer:
+    body = BODY | changes
+    return Writer("m", body, parse(body))
 
 
 def read(stream: bytes) -> list[dict]:
@@ -138,15 +142,18 @@ def read(stream: bytes) -> list[dict]:
     return events
 
 
-def test_events() -> None:
-    made = writer()
+@pytest.mark.parametrize("summary", [None, "auto"])
+def test_events(summary: str | None) -> None:
+    made = writer(reasoning={"effort": "low", "summary": summary})
     events = read(made.start(11) + b"".join(map(made.part, PARTS)) + made.end(FINISH))
     kinds = [(event["type"].removeprefix("response."), event.get("output_index")) for event in events]
     text = ["output_item.added", "content_part.added"], ["content_part.done", "output_item.done"]
     expected: list[tuple[str, int | None]] = [("created", None), ("in_progress", None)]
     for index, inner in enumerate(
         [
-            [*text[0], "reasoning_text.delta", "reasoning_text.done", *text[1]],
+            [*text[0], "reasoning_text.delta", "reasoning_text.done", *text[1]]
+            if summary is None
+            else ["output_item.added", *(f"reasoning_summary_{event}" for event in SUMMARIZED), "output_item.done"],
             [*text[0], "output_text.delta", "output_text.delta", "output_text.done", *text[1]],
             [
                 "output_item.added",
@@ -176,6 +183,7 @@ def test_events() -> None:
         "total_tokens": 18,
     }
     reasoning, message, call, custom = done
+    assert reasoning["summary"] == ([] if summary is None else [{"type": "summary_text", "text": "hm"}])
     assert message["content"] == [{"type": "output_text", "text": "so", "annotations": [], "logprobs": []}]
     assert call["arguments"] == '{"n": 1}' and call["call_id"] == "call_1"
     assert custom["type"] == "custom_tool_call" and custom["input"] == "***\n"
