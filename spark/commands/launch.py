@@ -41,8 +41,11 @@ _SERVER_GRACE_S = 30.0  # for a server that was: the profile is saved, a large m
 _WRITE_S = 10.0
 _LOOK_S = 0.05
 # What would send Claude Code elsewhere, or have it ask about a key that is not needed.
-_NOT_CLAUDE = ("ANTHROPIC_API_KEY", "ANTHROPIC_MODEL", "CLAUDE_CODE_OAUTH_TOKEN", "CLAUDE_CODE_USE_BEDROCK",
-               "CLAUDE_CODE_USE_FOUNDRY", "CLAUDE_CODE_USE_VERTEX")  # fmt: skip
+_NOT_CLAUDE = ("ANTHROPIC_API_KEY", "ANTHROPIC_MODEL", "CLAUDE_CODE_OAUTH_TOKEN", "CLAUDE_CODE_USE_ANTHROPIC_AWS",
+               "CLAUDE_CODE_USE_ANTHROPIC_GOOGLE_CLOUD", "CLAUDE_CODE_USE_BEDROCK", "CLAUDE_CODE_USE_FOUNDRY",
+               "CLAUDE_CODE_USE_GATEWAY", "CLAUDE_CODE_USE_MANTLE", "CLAUDE_CODE_USE_VERTEX")  # fmt: skip
+# Of a smaller context Claude Code has nothing left beside what it keeps for a reply, and ends at once if it knows.
+_LEAST_CTX_TOKENS = 32_768
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,17 +77,22 @@ def launch(client: str, options: ServeOptions, arguments: Sequence[str]) -> int:
         with progress_bars() as progress:
             served = server.wait_ready(progress)
         note(f"{served.name} is served at {served.url}, where a page shows what it does")
-        command, environment = make(served, os.environ, Path(folder))
-        status = _run([program, *command, *arguments], environment, server)
+        command, environment = make(served, os.environ, Path(folder), arguments)
+        status = _run([program, *command], environment, server)
     if server.failed:  # one that was killed a moment ago is not dead yet, so it is asked when it should have ended
         note(f"the server did not live as long as {client}: it {server.failed}")
     return status if status >= 0 else 128 - status
 
 
-def claude(served: Served, environ: Mapping[str, str], folder: Path) -> tuple[list[str], dict[str, str]]:
-    """Say with which arguments and in which environment Claude Code runs; folder: for files that it needs."""
-    made = _without_proxy({key: value for key, value in environ.items() if key not in _NOT_CLAUDE})
-    made |= {
+def claude(
+    served: Served, environ: Mapping[str, str], folder: Path, arguments: Sequence[str]
+) -> tuple[list[str], dict[str, str]]:
+    """Say with which arguments and in which environment Claude Code runs; folder: for files that it needs.
+
+    Of both a user's settings may have others in their `env`, which count more than the environment; those that are
+    named when it is started count more than these. Raises SparkError where `arguments` name some that cannot be read.
+    """
+    told = {
         "ANTHROPIC_BASE_URL": served.url,
         "ANTHROPIC_AUTH_TOKEN": "spark",  # there has to be one
         "ANTHROPIC_DEFAULT_OPUS_MODEL": served.name,
@@ -92,30 +100,63 @@ def claude(served: Served, environ: Mapping[str, str], folder: Path) -> tuple[li
         "ANTHROPIC_DEFAULT_HAIKU_MODEL": served.name,
         "CLAUDE_CODE_ATTRIBUTION_HEADER": "0",  # it differs in each request, and prompts would share no prefix
     }
+    if served.ctx_tokens >= _LEAST_CTX_TOKENS:  # else it takes the context for one of a million tokens
+        told |= {"CLAUDE_CODE_MAX_CONTEXT_TOKENS": str(served.ctx_tokens), "CLAUDE_CODE_DISABLE_1M_CONTEXT": "1"}
+    given, rest = _named_settings(arguments)
+    named = given.get("env")
+    given["env"] = {**(named if isinstance(named, dict) else {}), **dict.fromkeys(_NOT_CLAUDE, ""), **told}
+    settings = folder / "settings.json"
+    settings.write_text(json.dumps(given))
+    made = _without_proxy({key: value for key, value in environ.items() if key not in _NOT_CLAUDE}) | told
     made.setdefault("API_TIMEOUT_MS", str(served.total_ms))
-    return [], made
+    return ["--settings", str(settings), *rest], made
 
 
-def codex(served: Served, environ: Mapping[str, str], folder: Path) -> tuple[list[str], dict[str, str]]:
+def _named_settings(arguments: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
+    """What the last `--settings` of Claude Code's arguments holds, a file's name or JSON, and the other arguments."""
+    rest, last, words = list[str](), "", iter(arguments)
+    for word in words:
+        name, is_joined, value = word.partition("=")
+        if word == "--":
+            rest += [word, *words]
+        elif name != "--settings":
+            rest.append(word)
+        else:
+            last = value if is_joined else next(words, "")
+    if not last.strip():
+        return {}, rest
+    try:
+        found = json.loads(last if last.lstrip().startswith("{") else Path(last).expanduser().read_text("utf-8"))
+    except (OSError, ValueError) as error:
+        raise SparkError(f"--settings {last[:200]}: {error}", hint="name a file of JSON, or an object of it") from error
+    if not isinstance(found, dict):
+        raise SparkError(f"--settings {last[:200]}: expected an object of JSON")
+    return found, rest
+
+
+def codex(
+    served: Served, environ: Mapping[str, str], folder: Path, arguments: Sequence[str]
+) -> tuple[list[str], dict[str, str]]:
     """Say with which arguments and in which environment Codex runs; its configuration stays as it is."""
     # It asks a server without a login for no list of models, and knows little of those that are not on its own.
     models = folder / "models.json"
     models.write_text(json.dumps(listing(served.name, int(time.time()), served.ctx_tokens)))
     settings = {
         "model": served.name,
-        "model_provider": "spark",
-        "model_providers.spark.name": "Spark",
-        "model_providers.spark.base_url": f"{served.url}/v1",
-        "model_providers.spark.wire_api": "responses",
-        "model_providers.spark.stream_idle_timeout_ms": served.total_ms,
+        "model_provider": _PROVIDER,
+        f"model_providers.{_PROVIDER}.name": "Spark",
+        f"model_providers.{_PROVIDER}.base_url": f"{served.url}/v1",
+        f"model_providers.{_PROVIDER}.wire_api": "responses",
+        f"model_providers.{_PROVIDER}.stream_idle_timeout_ms": served.total_ms,
         "model_catalog_json": str(models),
     }
     # A string of JSON is one of TOML, if nothing is written as a pair of surrogates.
     pairs = [f"{key}={json.dumps(value, ensure_ascii=False)}" for key, value in settings.items()]
-    return [word for pair in pairs for word in ("-c", pair)], _without_proxy(environ)
+    return [*(word for pair in pairs for word in ("-c", pair)), *arguments], _without_proxy(environ)
 
 
-_Make = Callable[[Served, Mapping[str, str], Path], tuple[list[str], dict[str, str]]]
+_PROVIDER = "spark_launch"  # a user's own would be merged with it
+_Make = Callable[[Served, Mapping[str, str], Path, Sequence[str]], tuple[list[str], dict[str, str]]]
 _CLIENTS: Mapping[str, tuple[str, _Make]] = {
     "claude": ("@anthropic-ai/claude-code", claude),
     "codex": ("@openai/codex", codex),

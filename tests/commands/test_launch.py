@@ -11,11 +11,13 @@ import sys
 import time
 import tomllib
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
 import pytest
 
+from engine.ground.errors import SparkError
 from spark.commands.launch import Served, claude, codex
 from tests.command_line import NANO, ROOT, children, environment, none_left, refused, started, until
 
@@ -81,7 +83,7 @@ def finished(folder: Path, *arguments: str | Path) -> tuple[subprocess.Completed
 
 def test_claude_is_told_where_the_model_is(folder: Path) -> None:
     done, told = finished(folder, "claude", NANO, "--device", "cpu", "--residency", "60", "--", "-p", "--model", "7")
-    assert done.returncode == 7 and told["arguments"] == ["-p", "--model", "7"]
+    assert done.returncode == 7 and told["arguments"][2:] == ["-p", "--model", "7"]
     seen = told["environment"]
     assert seen["ANTHROPIC_BASE_URL"].startswith("http://127.0.0.1:") and seen["ANTHROPIC_AUTH_TOKEN"]
     for kind in ("OPUS", "SONNET", "HAIKU"):
@@ -97,14 +99,14 @@ def test_codex_is_told_where_the_model_is(folder: Path) -> None:
     done, told = finished(folder, "codex", NANO, "--device", "cpu", "--spark", "--profile", "p.csv", "--", "exec", "0")
     assert done.returncode == 0 and told["arguments"][-2:] == ["exec", "0"]
     settings = tomllib.loads("\n".join(told["arguments"][1:-2:2]))
-    assert settings["model"] == "nano" and settings["model_provider"] == "spark"
+    assert settings["model"] == "nano" and settings["model_provider"] == "spark_launch"
     assert not Path(settings["model_catalog_json"]).exists()  # any more
-    provider = settings["model_providers"]["spark"]
+    provider = settings["model_providers"]["spark_launch"]
     assert provider["wire_api"] == "responses" and provider["base_url"].endswith("/v1")
 
 
 def test_settings_of_any_name_are_toml(tmp_path: Path) -> None:
-    arguments, _ = codex(SERVED, {}, tmp_path)
+    arguments, _ = codex(SERVED, {}, tmp_path, [])
     assert arguments[::2] == ["-c"] * (len(arguments) // 2)
     settings = tomllib.loads("\n".join(arguments[1::2]))
     assert settings["model"] == SERVED.name
@@ -114,11 +116,41 @@ def test_settings_of_any_name_are_toml(tmp_path: Path) -> None:
 
 def test_what_leads_elsewhere_is_left_out(tmp_path: Path) -> None:
     before = {"CLAUDE_CODE_USE_VERTEX": "1", "HTTPS_PROXY": "http://proxy", "NO_PROXY": "a", "API_TIMEOUT_MS": "5"}
-    _, made = claude(SERVED, before, tmp_path)
+    _, made = claude(SERVED, before, tmp_path, [])
     assert "CLAUDE_CODE_USE_VERTEX" not in made and made["API_TIMEOUT_MS"] == "5"
     assert made["NO_PROXY"] == "a,127.0.0.1" and made["no_proxy"] == "127.0.0.1"
-    _, made = claude(SERVED, {}, tmp_path)
+    _, made = claude(SERVED, {}, tmp_path, [])
     assert "NO_PROXY" not in made and made["API_TIMEOUT_MS"] == "60000"
+
+
+def test_settings_count_more_than_those_of_the_user(tmp_path: Path) -> None:
+    """Claude Code takes what settings have as `env` over its environment, so what leads elsewhere is unset there."""
+    (own := tmp_path / "own settings.json").write_text(
+        '{"env": {"ANTHROPIC_BASE_URL": "http://x", "A": "b"}, "model": "m"}'
+    )
+    for words in ([], ["--settings", str(own)], [f"--settings={own.read_text()}"]):
+        arguments, made = claude(SERVED, {}, tmp_path, ["-p", *words, "hi", "--", "--settings"])
+        assert arguments[0] == "--settings" and arguments[2:] == ["-p", "hi", "--", "--settings"]
+        settings = json.loads(Path(arguments[1]).read_text())
+        told = settings.pop("env")
+        assert told.pop("A", None) == ("b" if words else None) and settings == ({"model": "m"} if words else {})
+        assert told["ANTHROPIC_BASE_URL"] == SERVED.url and told["CLAUDE_CODE_USE_MANTLE"] == ""
+        assert {key: value for key, value in told.items() if value}.items() <= made.items()
+    for wrong in ("none.json", "{", "[]"):
+        with pytest.raises(SparkError, match="--settings"):
+            claude(SERVED, {}, tmp_path, ["--settings", wrong if wrong != "[]" else str(_written(tmp_path, wrong))])
+
+
+def _written(folder: Path, text: str) -> Path:
+    (path := folder / "wrong.json").write_text(text)
+    return path
+
+
+@pytest.mark.parametrize(("ctx_tokens", "told"), [(4096, None), (40_000, "40000")])
+def test_claude_is_told_how_long_the_context_is(tmp_path: Path, ctx_tokens: int, told: str | None) -> None:
+    _, made = claude(replace(SERVED, ctx_tokens=ctx_tokens), {}, tmp_path, [])
+    assert made.get("CLAUDE_CODE_MAX_CONTEXT_TOKENS") == told
+    assert ("CLAUDE_CODE_DISABLE_1M_CONTEXT" in made) == (told is not None)
 
 
 def test_a_client_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
