@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import os
 import re
 from collections.abc import Collection, Container, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -432,7 +433,11 @@ def _opened(path: Path, model_id: str) -> Iterator[tuple[pq.ParquetFile, TraceMo
 
     with contextlib.ExitStack() as stack:
         try:
-            file = pq.ParquetFile(stack.enter_context(open_regular(path)), page_checksum_verification=True)
+            with open_regular(path):
+                pass
+            # Arrow's threads may let go of what they have read when the interpreter ends: of a file of Python's that
+            # ends the process with SIGABRT.
+            file = pq.ParquetFile(stack.enter_context(pa.OSFile(os.fsencode(path))), page_checksum_verification=True)
             model = _described(path, file.schema_arrow)
             matches = file.schema_arrow.equals(_schema(model))
         except OSError as error:
