@@ -116,7 +116,8 @@ def _logs(files: Sequence[LogFile]) -> list[list[LogFile]]:
     of_rollout: dict[str, list[LogFile]] = {}
     for file in files:
         found = of_rollout.get(file.base.rollout) if file.base is not None else None
-        if found is None or found[0].session_id != file.session_id:
+        is_copy = file.rollout in of_rollout  # left behind, as of one that was archived
+        if found is None or found[0].session_id != file.session_id or is_copy:
             logs.append(found := [])
         found.append(file)
         of_rollout.setdefault(file.rollout, found)

@@ -351,6 +351,10 @@ def test_a_thread_that_went_back_goes_on_in_another_log(tmp_path: Path) -> None:
     assert words(sessions[THREAD]) == [*BEGUN_WORDS, *turns_of("A", "B", "D", "E")]
     assert words(sessions[f"{THREAD}~1"]) == ["s: Be brief.", *turns_of("C")]
     assert set(sessions) == {THREAD, f"{THREAD}~1"} and report.files == 2
+    write(tmp_path, f"{THREAD}_{OTHER}", going_on(THREAD, 7, "D", "E"), "archived_sessions")  # a copy left behind
+    write(tmp_path, THREAD, begun("A", "B", "C"), "archived_sessions")
+    again, report = run(tmp_path)
+    assert {s: words(again[s]) for s in again} == {s: words(sessions[s]) for s in sessions} and report.files == 4
 
 
 def test_a_thread_may_go_back_again_and_to_what_it_had_left(tmp_path: Path) -> None:
