@@ -73,7 +73,7 @@ def launch(client: str, options: ServeOptions, arguments: Sequence[str]) -> int:
     program = shutil.which(client)
     if program is None:
         raise SparkError(f"{client} is not on PATH", hint=f"install it: npm install -g {package}")
-    with _Server(options) as server, tempfile.TemporaryDirectory(prefix="spark-launch-") as folder:
+    with tempfile.TemporaryDirectory(prefix="spark-launch-") as folder, _Server(options, folder) as server:
         with progress_bars() as progress:
             served = server.wait_ready(progress)
         note(f"{served.name} is served at {served.url}, where a page shows what it does")
@@ -233,8 +233,8 @@ def _leave_it(number: int, frame: FrameType | None) -> None:
 class _Server:
     """The child that serves. Lines of JSON come from it; the options go to it, and then whom it outlives."""
 
-    def __init__(self, options: ServeOptions) -> None:
-        self._options = options
+    def __init__(self, options: ServeOptions, folder: str) -> None:
+        self._options, self._folder = options, folder
         assert spark.__file__ is not None
         root = Path(spark.__file__).resolve().parents[1]
         self._process = ChildProcess([sys.executable, "-P", "-c", _BOOT, str(root), "spark.commands.launch"])
@@ -256,7 +256,7 @@ class _Server:
     def wait_ready(self, on_loading: OnLoading) -> Served:
         """Wait until it serves; raises what keeps it from that."""
         with contextlib.suppress(BrokenPipeError):  # its last words are read below
-            self._process.write(base64.b64encode(pickle.dumps(self._options)) + b"\n", _WRITE_S)
+            self._process.write(base64.b64encode(pickle.dumps((self._options, self._folder))) + b"\n", _WRITE_S)
         for line in self._lines:
             match json.loads(line or b"{}"):
                 case {"stage": stage, "done": done, "total": total}:
@@ -295,14 +295,14 @@ def _child() -> int:
     signal.signal(signal.SIGINT, signal.default_int_handler)  # which may have been ignored
     signal.signal(signal.SIGTERM, _terminate)
     lines, gone = read_lines(0), threading.Event()
-    following = threading.Thread(target=_follow, args=(lines, gone), name="stdin", daemon=True)
 
     def tell(**message: Any) -> None:
         with contextlib.suppress(BrokenPipeError):
             out.write(json.dumps(message).encode() + b"\n")
 
     try:
-        options = pickle.loads(base64.b64decode(next(lines, None) or b""))
+        options, folder = pickle.loads(base64.b64decode(next(lines, None) or b""))
+        following = threading.Thread(target=_follow, args=(lines, gone, folder), name="stdin", daemon=True)
         following.start()
         serve(
             options,
@@ -327,8 +327,8 @@ def _terminate(number: int, frame: FrameType | None) -> None:
     raise SystemExit(128 + number)
 
 
-def _follow(lines: Iterator[bytes | None], gone: threading.Event) -> None:
-    """Wait for the end of stdin, and end this process and what was told of last."""
+def _follow(lines: Iterator[bytes | None], gone: threading.Event, folder: str) -> None:
+    """Wait for the end of stdin, and end this process and what was told of last; its files are of no use then."""
     client = 0
     for line in lines:
         client = int(line or 0)
@@ -336,6 +336,7 @@ def _follow(lines: Iterator[bytes | None], gone: threading.Event) -> None:
     os.kill(os.getpid(), signal.SIGINT)  # replies get little time: nobody waits for them
     if client:
         _end(client, lambda: False)
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 if __name__ == "__main__":

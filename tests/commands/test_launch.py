@@ -254,6 +254,7 @@ def test_nothing_outlives_a_killed_command(folder: Path, end: str) -> None:
         command.wait(30)
         time.sleep(5.0 if end == "stubborn" else 0.0)
         assert none_left(processes)
+        assert not [*(folder / "tmp").glob("spark-launch-*")]
 
 
 @pytest.mark.slow
