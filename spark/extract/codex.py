@@ -2,7 +2,7 @@
 
 Lines are `{timestamp, type, payload}`; before September 2025 they were the payloads alone. The items of
 a thread form one conversation, which a `compacted` line cuts and replaces, and whose last turns a
-rollback takes back. Since November 2026 that begins another log of the thread, which names the line of an
+rollback takes back. In newer versions that begins another log of the thread, which names the line of an
 earlier one up to which it goes on from that. A fork or a subagent may begin with items of its parent: these
 are left out.
 """

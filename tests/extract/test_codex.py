@@ -321,7 +321,7 @@ def test_turns_that_were_taken_back_become_a_branch(tmp_path: Path) -> None:
 
 
 def going_on(base: str, end: int, *turns: str, thread: str = THREAD, hour: int = 10) -> list[Record | str]:
-    """A log that goes on from the first `end` lines of another, as since November 2026."""
+    """A log that goes on from the first `end` lines of another, as in 0.171."""
     at = {"timestamp": f"2026-03-01T{hour}:00:00Z"}
     goes_on = {"thread_id": base, "end_ordinal_exclusive": end, "end_byte_offset": 1}
     records = [meta(thread, history_mode="paginated", history_base=goes_on)]
