@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import itertools
 import logging
 import math
 import os
@@ -37,7 +38,7 @@ from engine.ground.errors import (
 from engine.ground.kv_types import KV_WORDS, pair_of
 
 MAX_WAITING = 256  # requests that are unanswered at once
-_INBOX_LINES = 64  # lines read ahead of the main thread
+_INBOX_LINES = 64  # lines read ahead of the main thread, and answered between two steps
 _STALLED_S = 1.0  # how long a stopping daemon waits for a client that reads nothing
 _LOADING_EVERY_S = 0.2
 _WORKING_EVERY_S = 1.0
@@ -266,7 +267,8 @@ def _serve(engine: Driven, inbox: _Inbox, output: _Output) -> None:
     try:
         while True:
             works = engine.busy or engine.idle_work
-            for line in inbox.take(wait=not works, at_most_s=None if works else engine.idle_s):
+            lines = inbox.take(wait=not works, at_most_s=None if works else engine.idle_s)
+            for line in itertools.islice(lines, _INBOX_LINES):  # who writes without a pause keeps nothing from running
                 for event in [line] if isinstance(line, protocol.Warned) else _answer(line, engine, running):
                     output.emit(event)
             events = engine.step() if engine.busy or engine.idle_work else []
@@ -305,10 +307,10 @@ def _answer(line: bytes | None, engine: Driven, running: set[int]) -> Iterator[p
 
 
 def _handle(request: protocol.Request, engine: Driven, running: set[int]) -> Iterator[protocol.Event]:
+    if request.id in running:
+        raise RequestError(f"field 'id': request {request.id} is still running")
     match request:
         case protocol.Generate() | protocol.Score():
-            if request.id in running:
-                raise RequestError(f"field 'id': request {request.id} is still running")
             if len(running) >= MAX_WAITING:
                 raise OverloadedError(f"{MAX_WAITING} requests are waiting already", hint="send it again later")
             engine.submit(request)

@@ -232,6 +232,10 @@ _BOOT = "import sys; sys.path.append(sys.argv.pop(1)); from spark.apis import bo
 _Answer = _Made | SparkError
 
 
+class _IdleEndError(Exception):
+    """The process had nothing to do for _IDLE_S."""
+
+
 class _Aside:
     """Reads large bodies in a process, one after the other."""
 
@@ -259,14 +263,9 @@ class _Aside:
 
     def _ask(self, asked: tuple[Wanted, Size], content: bytes) -> _Answer:
         if self._process is not None and self._process.poll() is None:
-            with contextlib.suppress(BrokenPipeError):  # it has just ended for want of work
+            with contextlib.suppress(_IdleEndError):
                 return self._exchange(self._process, asked, content)
-        process = self._start()
-        try:
-            return self._exchange(process, asked, content)
-        except (OSError, EOFError) as error:
-            self._end(process)
-            raise CapacityError("the body could not be read: the process that does it ended") from error
+        return self._exchange(self._start(), asked, content)
 
     def _start(self) -> subprocess.Popen[bytes]:
         if self._process is not None:
@@ -284,15 +283,23 @@ class _Aside:
         return process
 
     def _exchange(self, process: subprocess.Popen[bytes], asked: tuple[Wanted, Size], content: bytes) -> _Answer:
+        """Have a process read a body. _IdleEndError: it has just ended for want of work, and has read nothing.
+
+        CapacityError: it took too long, or what it did ended it; another one would fare no better.
+        """
         assert process.stdin and process.stdout
         late = threading.Timer(_READ_S, process.kill)
         late.start()
         try:
             _write(process.stdin, pickle.dumps(asked), content)
             answer, _ = _receive(process.stdout)
-        except EOFError:
+        except (OSError, EOFError) as error:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(_REAP_S)
             self._end(process)
-            raise BrokenPipeError from None
+            if process.returncode == 0:
+                raise _IdleEndError from None
+            raise CapacityError("the body could not be read: the process that does it ended") from error
         finally:
             late.cancel()
         made: _Answer = pickle.loads(answer)

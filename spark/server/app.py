@@ -409,6 +409,8 @@ class _Service:
                 await aside(self._supervisor.save)
             except SparkError as error:
                 _log.error("the profile could not be saved: %s", error.message)
+            except Exception:  # whatever it was, it is tried again
+                _log.exception("the profile could not be saved")
 
     async def health(self, request: Request) -> Response:
         found = await self._supervisor.health(_HEALTH_S)
@@ -464,6 +466,9 @@ class _Service:
         async def answer(request: Request) -> Response:
             try:
                 return await self.closing.run(self._answer(api, request))
+            except ClientDisconnect:
+                self._metrics.request(api.name, "left")
+                raise
             except SparkError as error:
                 self._metrics.request(api.name, error.code)
                 raise
@@ -472,11 +477,7 @@ class _Service:
 
     async def _answer(self, api: _Api, request: Request) -> Response:
         wanted = Wanted(api.parse, api.kept, self._model.most_chars)
-        try:
-            kept, conversation = await self.bodies.parsed(request, wanted, api.again, self._place)
-        except ClientDisconnect:
-            self._metrics.request(api.name, "left")
-            raise
+        kept, conversation = await self.bodies.parsed(request, wanted, api.again, self._place)
         writers = api.writers(self._name, kept, conversation)
         del kept  # it would live as long as the reply
         async with contextlib.AsyncExitStack() as held:
@@ -486,9 +487,6 @@ class _Service:
                 making = self._prompts(api, apart := conversation.apart())
                 soon = all(map(self._model.soon, apart))
                 prompts = await (making if soon else unless_left(request, making))
-            except ClientDisconnect:
-                self._metrics.request(api.name, "left")
-                raise
             except RequestError as error:
                 if not (isinstance(error, ContextOverflowError) and conversation.stream and api.overflow_in_stream):
                     raise
@@ -499,7 +497,7 @@ class _Service:
             if not conversation.stream:
                 return json_response(await unless_left(request, self._whole(api, writers, replies)))
             held.push_async_callback(replies.aclose)
-            first = await anext(replies)  # what is refused at once gets a status
+            first = await unless_left(request, _next(replies))  # what is refused at once gets a status
             expected_s = self._metrics.pace.expected_s(row.unread_tokens)
             headers = {EXPECTED: f"{expected_s:.1f}"} if expected_s else {}
             return EventStream(self._stream(api, writers, prompts[0], row, first, replies), held.pop_all(), headers)
@@ -537,22 +535,14 @@ class _Service:
 
     async def _whole(self, api: _Api, writers: Sequence[_Writer], replies: _Replies) -> dict[str, Any]:
         ends: dict[int, Finish] = {}
-        outcome = "left"
-        try:
-            async with contextlib.aclosing(replies):
-                async for i, item in replies:
-                    if isinstance(item, Finish):
-                        ends[i] = item
-                    else:
-                        writers[i].hold(item)
-            outcome = "ok"
-            return [writer.whole([], ends[i]) for i, writer in enumerate(writers)][-1]  # which has all
-        except SparkError:
-            outcome = ""  # counted where it is answered
-            raise
-        finally:
-            if outcome:
-                self._metrics.request(api.name, outcome)
+        async with contextlib.aclosing(replies):
+            async for i, item in replies:
+                if isinstance(item, Finish):
+                    ends[i] = item
+                else:
+                    writers[i].hold(item)
+        self._metrics.request(api.name, "ok")
+        return [writer.whole([], ends[i]) for i, writer in enumerate(writers)][-1]  # which has all
 
     async def _stream(
         self,
@@ -591,6 +581,10 @@ class _Service:
             yield writers[0].failed(error)
         finally:
             self._metrics.request(api.name, outcome)
+
+
+async def _next(replies: _Replies) -> tuple[int, list[Part] | Finish]:
+    return await anext(replies)
 
 
 async def _once(event: bytes) -> AsyncGenerator[bytes]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import logging
 import time
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
 from typing import Any
@@ -18,6 +19,7 @@ from engine.ground.errors import OverloadedError, SparkError
 from spark.server.board import Board
 from spark.server.supervisor import Health, Supervisor, aside
 
+_log = logging.getLogger(__name__)
 MAX_WATCHERS = 16
 EVERY_S = 1.0
 _SHOWN = ("device", "isa", "threads", "ctx_tokens", "parallel", "chunk_tokens", "kv_type", "policy", "residency_pct",
@@ -93,9 +95,12 @@ class Feed:
     async def _sample_on(self) -> None:
         while not self._closed:
             began_s = time.monotonic()
-            # Both wait at once, so that what is said of a daemon that does not answer costs no time of its own.
-            stats, health = await asyncio.gather(self._counters.get(EVERY_S), self._supervisor.health(EVERY_S))
-            self._sample = _event("sample", self._figures(stats, health))
+            try:
+                # Both wait at once, so that what is said of a daemon that does not answer costs no time of its own.
+                stats, health = await asyncio.gather(self._counters.get(EVERY_S), self._supervisor.health(EVERY_S))
+                self._sample = _event("sample", self._figures(stats, health))
+            except Exception:  # whatever it was, there may be a next one
+                _log.exception("a sample for the page could not be made")
             await self._tell()
             await asyncio.sleep(max(0.0, began_s + EVERY_S - time.monotonic()))
         await self._tell()

@@ -96,6 +96,8 @@ class Supervisor:
         self._lock = threading.Lock()  # of the client, its start, and the counts
         self._saving = threading.Lock()
         self._given_up = False  # saving, at the end
+        self._failure: SparkError | None = None  # of the last start that failed
+        self._failed_s = 0.0  # when
         self._client = self._start(on_loading)
 
     @property
@@ -116,29 +118,41 @@ class Supervisor:
     def client(self, wanted: Callable[[], bool] = lambda: True) -> DaemonClient:
         """Return the daemon's client, after a start if it died.
 
-        wanted: asked while another thread starts it; raises CancelledError where it is not any more.
+        wanted: asked while another thread starts it; raises CancelledError where it is not any more. A start that fails
+        fails for all who waited for it: each would start it anew else, one after the other.
         """
+        asked_s = time.monotonic()
         while not self._lock.acquire(timeout=_LOOK_S):
             if not wanted():
                 raise CancelledError("the request was taken back before it was sent")
         try:
             if not self._client.alive:
-                self._client.close()
-                _log.warning("the daemon is gone; starting it again")
+                if self._failure is not None and self._failed_s >= asked_s:
+                    raise self._failure.with_traceback(None)
                 try:
-                    self._client = self._start()
-                except DeadlineError:
+                    self._start_again()
+                except SparkError as error:
+                    self._failure, self._failed_s = error, time.monotonic()
                     raise
-                except SparkError as error:  # whatever it is, no request is to blame for it
-                    message = f"the daemon cannot be started again: {error.message}"
-                    raise DaemonError(message, hint=error.hint) from error
-                self.restarts += 1
-                self._written = 0
-                for reason in self._client.ready.info.get("reasons", ())[:1]:  # the device may be another
-                    _log.warning("%s", reason)
             return self._client
         finally:
             self._lock.release()
+
+    def _start_again(self) -> None:
+        """Start it, under the lock."""
+        self._client.close()
+        _log.warning("the daemon is gone; starting it again")
+        try:
+            self._client = self._start()
+        except DeadlineError:
+            raise
+        except SparkError as error:  # whatever it is, no request is to blame for it
+            message = f"the daemon cannot be started again: {error.message}"
+            raise DaemonError(message, hint=error.hint) from error
+        self.restarts += 1
+        self._written = 0
+        for reason in self._client.ready.info.get("reasons", ())[:1]:  # the device may be another
+            _log.warning("%s", reason)
 
     def client_at_once(self) -> DaemonClient | None:
         """The same where that waits for nothing; None where it would."""

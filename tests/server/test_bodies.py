@@ -490,6 +490,32 @@ def test_a_body_whose_reading_takes_too_long(monkeypatch: pytest.MonkeyPatch) ->
         aside.close()
 
 
+@pytest.mark.parametrize("how", ["takes too long", "ends its process"])
+def test_no_body_is_read_twice(monkeypatch: pytest.MonkeyPatch, how: str) -> None:
+    aside, started = bodies._Aside(), list[int]()
+    start = bodies._Aside._start
+
+    def counted(made: bodies._Aside) -> subprocess.Popen[bytes]:
+        started.append(1)
+        return start(made)
+
+    monkeypatch.setattr(bodies._Aside, "_start", counted)
+    work = {"takes too long": "import time; time.sleep(60)", "ends its process": "import os; os._exit(3)"}[how]
+    boot = f"bodies._read = lambda w, c, a: (1, 2) if len(c) < 9 else exec({work!r}); bodies.work"
+    monkeypatch.setattr(bodies, "_BOOT", bodies._BOOT.replace("bodies.work", boot))
+    try:
+        assert asyncio.run(aside.read(COUNTED, b"{}")) == (1, 2)  # so that the process is there already
+        monkeypatch.setattr(bodies, "_READ_S", 1.0)
+        with pytest.raises(CapacityError, match="could not be read"):
+            asyncio.run(aside.read(COUNTED, b" " * bodies.LARGE_BYTES + b"{}"))
+        assert len(started) == 1
+        monkeypatch.setattr(bodies, "_READ_S", 60.0)
+        assert asyncio.run(aside.read(COUNTED, b"{}")) == (1, 2)
+        assert len(started) == 2
+    finally:
+        aside.close()
+
+
 @pytest.mark.slow
 def test_the_process_ends_with_its_server() -> None:
     code = (

@@ -20,6 +20,7 @@ import pytest
 
 from spark.server import app as server
 from spark.server import connections
+from spark.server.generation import KEEP_ALIVE_S
 from tests.server.test_serve import served
 from tests.server.test_server import PATIENCE_S, Running, body, deltas, fake, replies, running, wait_until
 
@@ -454,3 +455,19 @@ def test_a_target_that_names_the_host_counts_for_the_host_header() -> None:
             assert get(made, target, "localhost").startswith(b"HTTP/1.1 404"), target
         with connected(made.port, post(f"{own}/v1/chat/completions", chat("so"), "connection: close")) as connection:
             assert b'"content": "so"' in rest(connection)
+
+
+def test_a_client_that_leaves_before_anything_is_said_holds_no_place() -> None:
+    with running() as made:
+        daemon = psutil.Process(made.backend.client().pid)
+        daemon.suspend()
+        try:
+            with connected(made.port, post("/v1/chat/completions", chat("x", stream=True))):
+                wait_until(lambda: made.app.state.feed._replies() == 1)
+                time.sleep(0.2)  # it waits for the daemon's first word
+            left_s = time.monotonic()
+            wait_until(lambda: made.app.state.feed._replies() == 0)
+            assert time.monotonic() - left_s < KEEP_ALIVE_S / 2
+        finally:
+            daemon.resume()
+        assert 'outcome="left"' in made.http.get("/metrics").text

@@ -28,6 +28,7 @@ from engine.placing.placement import Placement
 from engine.placing.policy import SlotState, fill
 from spark.server import events, page
 from spark.server.board import Board
+from spark.server.supervisor import Health
 from spark.speech.conversation import Usage
 from tests.command_line import NANO, ROOT, started
 from tests.server.test_connections import connected
@@ -163,6 +164,23 @@ def test_one_task_asks_for_all_who_watch(fast: Running, monkeypatch: pytest.Monk
     n = len(asked)
     time.sleep(1.5)
     assert len(asked) <= n + 1  # nobody watches
+
+
+@pytest.mark.slow
+def test_samples_go_on_after_whatever_went_wrong(fast: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    failed = list[int]()
+    health = fast.backend.health
+
+    async def once(patience_s: float) -> Health:
+        failed.append(1)
+        if len(failed) == 2:
+            raise RuntimeError("can't start new thread")
+        return await health(patience_s)
+
+    monkeypatch.setattr(fast.backend, "health", once)
+    with fast.http.stream("GET", "/events") as response:
+        read_events(response.iter_lines(), 5)
+    assert len(failed) >= 3
 
 
 def test_not_everybody_can_watch(fast: Running, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -579,3 +579,17 @@ def test_what_was_learned_is_saved_now_and_then(tmp_path: Path, monkeypatch: pyt
         wait_until(lambda: path.exists() and path.read_text() == "served=1\n")  # one may come while it is answered
         made.ask("two")
     assert path.read_text() == "served=2\n"  # at the end
+
+
+def test_saving_goes_on_after_whatever_went_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "_SAVE_EVERY_S", 0.02)
+    with running() as made:
+        saved = list[int]()
+
+        def save() -> None:
+            saved.append(1)
+            if len(saved) == 1:
+                raise RuntimeError("can't start new thread")
+
+        monkeypatch.setattr(made.backend, "save", save)
+        wait_until(lambda: len(saved) > 2)

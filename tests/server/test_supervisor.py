@@ -133,6 +133,31 @@ def test_all_are_told_that_it_died() -> None:
     assert isinstance(again, list)
 
 
+def test_a_start_that_fails_fails_for_all_who_waited_for_it() -> None:
+    starts, command = list[int](), fake()
+    fails = [sys.executable, "-c", "import time; time.sleep(0.5); raise SystemExit(9)"]
+
+    def commands() -> list[str]:
+        starts.append(1)
+        return command if len(starts) == 1 else fails
+
+    async def ask() -> list[object]:
+        with pytest.raises(DaemonError):
+            await events(Generation(made, [300], 2, Sampling()))  # of tests/fake_engine.py: it ends
+        return await asyncio.gather(*(events(generation(made)) for _ in range(6)), return_exceptions=True)
+
+    made = Supervisor(commands, Deadlines(PATIENCE_S, PATIENCE_S, None, grace_s=0.5), None)
+    try:
+        told = asyncio.run(ask())
+        assert all(isinstance(one, DaemonError) and "cannot be started again" in one.message for one in told), told
+        assert len(starts) == 2
+        with pytest.raises(DaemonError):  # who comes later tries again
+            made.client()
+        assert len(starts) == 3
+    finally:
+        made.close()
+
+
 def test_mail_comes_in_order_from_every_thread() -> None:
     n_threads, n = 3, 500
 

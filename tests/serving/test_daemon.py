@@ -230,9 +230,10 @@ def test_requests_queue_and_are_cancelled_while_others_run() -> None:
         daemon.until(protocol.Ready)
         long = [SAY, *range(100), SAID]
         daemon.write(generate(1, long, 100), generate(2, [SAY, 40, 41, SAID]), generate(3, [9]))
-        daemon.write(generate(1, [1]))
-        events = daemon.until(protocol.Error)
-        assert events[-1].id == 1 and "still running" in events[-1].message
+        for taken in (generate(1, [1]), {"id": 1, "op": "stats"}):
+            daemon.write(taken)
+            events = daemon.until(protocol.Error)
+            assert events[-1].id == 1 and "still running" in events[-1].message
 
         events = daemon.until(protocol.Tokens)
         daemon.write({"id": 50, "op": "ping"}, {"id": 51, "op": "cancel", "target": 3})
@@ -404,3 +405,31 @@ def test_idle_work_is_done_a_unit_at_a_time_and_only_without_lines() -> None:
     with pytest.raises(daemon._Stopped):
         daemon._serve(Engine(), Inbox(), Output())  # type: ignore[arg-type]
     assert told == ["look", "unit", "look", "Pong", "unit", "look", "unit", "wait"]
+
+
+def test_lines_without_a_pause_keep_nothing_from_running() -> None:
+    told: list[str] = []
+
+    class Engine:
+        busy, idle_s = True, None
+
+        def step(self) -> list[protocol.Event]:
+            told.append("step")
+            if told.count("step") == 3:
+                raise daemon._Stopped("enough")
+            return []
+
+    class Inbox:
+        def take(self, *, wait: bool, at_most_s: float | None) -> Iterator[bytes]:
+            while len(told) < 100_000:
+                yield b'{"op":"ping","id":1}'
+
+    class Output:
+        emitted_s = time.monotonic()
+
+        def emit(self, event: protocol.Event) -> None:
+            told.append(type(event).__name__)
+
+    with pytest.raises(daemon._Stopped):
+        daemon._serve(Engine(), Inbox(), Output())  # type: ignore[arg-type]
+    assert told == 3 * [*daemon._INBOX_LINES * ["Pong"], "step"]
