@@ -44,7 +44,7 @@ def begin(engine: Any, at: int, with_guesses: bool, with_jobs: bool) -> dict[str
     import numpy as np
 
     from engine.placing.guesses import Gate
-    from engine.placing.long_misses import LongGate
+    from engine.placing.handed import HandedGate
     from engine.placing.misses import NEVER_S, MissGate
 
     loaded = engine.loaded
@@ -61,7 +61,7 @@ def begin(engine: Any, at: int, with_guesses: bool, with_jobs: bool) -> dict[str
         misses.gate = gate
         misses._tell()
         if misses.long is not None:
-            misses.long.gate = LongGate(misses.long.gate.pcie_us)
+            misses.long.gate = HandedGate(misses.long.gate.pcie_us)
             misses.long.gate._from = misses.long.jobs.tally
     if guesses is not None:
         guesses.gate = Gate()

@@ -13,7 +13,7 @@ from engine.ops import SMALL_TOKENS, Limits
 from engine.ops.cuda.cpu_experts import CpuExperts
 from engine.ops.cuda.device import Device
 from engine.ops.cuda.long_jobs import LongJobs
-from engine.placing.long_misses import LongGate
+from engine.placing.handed import HandedGate
 
 # Threads are awake from when a step is enqueued: what was enqueued before may run first, and a step may take a fifth.
 AWAKE_S = 1.0
@@ -28,7 +28,7 @@ class LongMisses:
 
     def __init__(self, jobs: LongJobs, pcie_us: float) -> None:
         self.jobs = jobs
-        self.gate = LongGate(pcie_us)
+        self.gate = HandedGate(pcie_us)
         self._layers = self._quiet = 0
 
     def begin(self, is_crowded: bool = False) -> None:
@@ -59,15 +59,7 @@ class LongMisses:
 
     def stats(self) -> dict[str, Any]:
         """Counters since the start."""
-        tally = self.jobs.tally
-        return {
-            "state": self.gate.state,
-            "why": self.gate.why,
-            "layers": tally.layers,
-            "computed": tally.done,
-            "taken_back": tally.taken,
-            "waited_s": round(tally.waited_us / 1e6, 6),
-        }
+        return self.gate.stats(self.jobs.tally)
 
 
 def made(device: Device, limits: Limits, cpu: CpuExperts) -> LongJobs | None:

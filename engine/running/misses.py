@@ -6,6 +6,7 @@ measured here as the model loads and from what the GPU tells afterwards. Nothing
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import time
@@ -33,7 +34,7 @@ from engine.ops.cuda.several_jobs import SeveralJobs
 from engine.ops.cuda.workspace import Workspace
 from engine.ops.jobs import MAX_TOKENS, Bank
 from engine.placing.division import BOTH_US, COPY_US, UNIT_ROWS, Costs
-from engine.placing.long_misses import LongTally
+from engine.placing.handed import HandedTally
 from engine.placing.misses import MissGate, said
 from engine.placing.policy import LRU
 from engine.running import long_misses
@@ -146,8 +147,8 @@ class CpuMisses:
         Those of steps of several tokens are among it, and apart; so is what the CPU computed of long ones, whose jobs
         that were taken back are no fault.
         """
-        found, long = self.cpu.tally.total, LongTally() if self.long is None else self.long.jobs.tally
-        several = LongTally() if self.several is None else self.several.jobs.tally
+        found, long = self.cpu.tally.total, HandedTally() if self.long is None else self.long.jobs.tally
+        several = HandedTally() if self.several is None else self.several.jobs.tally
         return {
             "state": self.gate.state,
             "why": self.gate.why,
@@ -201,28 +202,26 @@ def share(
     cpu = CpuExperts(gpu, limits, banks_of(residency, block))
     jobs = long_misses.made(gpu, limits, cpu)
     handing = SeveralJobs(gpu, limits, cpu) if limits.max_tokens > 1 else None
-    try:
-        cpu.start(found.cpus, SPIN_US, NAP_US, 1 if limits.max_tokens == 1 else MAX_TOKENS)
-    except CapacityError as error:
-        if options.cpu_experts != "auto":
-            raise
-        return None, (f"experts on the CPU: none, {error.message}",)
-    try:
+    with contextlib.ExitStack() as undo:
+        undo.callback(cpu.close)
+        try:
+            cpu.start(found.cpus, SPIN_US, NAP_US, 1 if limits.max_tokens == 1 else MAX_TOKENS)
+        except CapacityError as error:
+            if options.cpu_experts != "auto":
+                raise
+            return None, (f"experts on the CPU: none, {error.message}",)
         costs = measure(gpu, limits, cpu, residency, tier.memory)
+        if costs is None:
+            return None, ("experts on the CPU: none, its threads do not answer in time",)
         cpu.begin()
-    except BaseException:
-        cpu.close()
-        raise
-    if costs is None:
-        cpu.close()
-        return None, ("experts on the CPU: none, its threads do not answer in time",)
-    long = None if jobs is None else LongMisses(jobs, costs.pcie_us)
-    n_layers = len(residency.banks)
-    several = None if handing is None else SeveralMisses(handing, costs, n_layers)
-    made = CpuMisses(cpu, costs, found, limits.n_expert_used, n_layers, long, several)
-    if not made.is_on and long is None and (several is None or not several.is_on):
-        made.close()
-        return None, (f"experts on the CPU: none, {made.gate.why}",)
+        long = None if jobs is None else LongMisses(jobs, costs.pcie_us)
+        n_layers = len(residency.banks)
+        several = None if handing is None else SeveralMisses(handing, costs, n_layers)
+        made = CpuMisses(cpu, costs, found, limits.n_expert_used, n_layers, long, several)
+        if not made.is_on and long is None and (several is None or not several.is_on):
+            made.crowd.quota.close()
+            return None, (f"experts on the CPU: none, {made.gate.why}",)
+        undo.pop_all()
     ws.share_misses(cpu)  # several tokens' steps say so each (Steps.handing)
     ws.offer_misses(jobs)
     if not made.is_on:

@@ -13,8 +13,8 @@ from typing import Any
 from engine.ops.cuda.several_jobs import SeveralJobs
 from engine.ops.jobs import MAX_RECORDS
 from engine.placing.division import Costs, divide
-from engine.placing.long_misses import LongGate, LongTally
-from engine.placing.misses import IDLE_STEPS, IDLE_TIMES, LAYER_US, LEAST_GAIN, MOST_TAKEN, RETRY_S
+from engine.placing.handed import HandedGate, HandedTally
+from engine.placing.misses import IDLE_STEPS, IDLE_TIMES, LAYER_US, LEAST_GAIN, MOST_TAKEN
 
 AWAKE_S = 0.05  # that threads look for work behind such a step: it may take that long, where much misses
 WINDOW_JOBS = 256  # after which what came of them is looked at: some steps
@@ -38,13 +38,12 @@ class SeveralMisses:
 
     def __init__(self, jobs: SeveralJobs, costs: Costs, n_layers: int) -> None:
         self.jobs = jobs
-        self.gate = LongGate(costs.pcie_us, WINDOW_JOBS, MOST_TAKEN, "claimed in time")
+        self.gate = HandedGate(costs.pcie_us, WINDOW_JOBS, MOST_TAKEN, "claimed in time")
         self.table, self._costs, self._rate = divided(costs), costs, 1.0
         self.is_on = any(self.table)
         self._gain_us, self._least_us = GAIN * costs.pcie_us, LAYER_US * n_layers * IDLE_STEPS
-        self._crowd, self._crowded_until_s, self._n_crowds = "", 0.0, 0
-        self._is_idle, self._steps, self._idle_from = False, 0, LongTally()
-        self._followed, self._followed_steps = LongTally(), 0
+        self._is_idle, self._steps, self._idle_from = False, 0, HandedTally()
+        self._followed, self._followed_steps = HandedTally(), 0
         jobs.divide(self.table)
 
     def takes(self, n_tokens: int) -> bool:
@@ -57,10 +56,10 @@ class SeveralMisses:
             return
         now_s = time.monotonic()
         if crowd and self.is_on:
-            self._crowd, self._crowded_until_s = crowd, now_s + RETRY_S[min(self._n_crowds, len(RETRY_S) - 1)]
-            self._n_crowds += 1
-            _log.warning("experts of shared steps on the CPU are off: %s", crowd, extra={"reason": "cpu_experts"})
-        if self.gate.look(self.jobs.tally, now_s):
+            changed = self.gate.lose(crowd, now_s, may_end=False)
+        else:
+            changed = self.gate.look(self.jobs.tally, now_s)
+        if changed:
             if self.gate.state == "on":
                 _log.info("experts of shared steps on the CPU are tried again")
             else:
@@ -70,9 +69,7 @@ class SeveralMisses:
             self.jobs.cpu.pool.wake(AWAKE_S)
         self._follow()
         self._look_idle()
-        if self._crowd and now_s >= self._crowded_until_s:
-            self._crowd = ""
-        was_on, self.is_on = self.is_on, self.gate.state == "on" and not self._is_idle and not self._crowd
+        was_on, self.is_on = self.is_on, self.gate.state == "on" and not self._is_idle
         if self.is_on and not was_on:  # what was seen before says nothing of what comes
             self._steps, self._idle_from = 0, self.jobs.tally
             self._followed, self._followed_steps = self.jobs.tally, 0
@@ -111,27 +108,14 @@ class SeveralMisses:
             self._is_idle = self.is_on and new.done * self._gain_us - new.waited_us < self._least_us
         self._steps, self._idle_from = 0, self.jobs.tally
 
-    @property
-    def _state(self) -> tuple[str, str]:
-        if not any(self.table):
-            return "off for good", "PCIe alone is as fast"
-        if self.gate.state != "on":
-            return self.gate.state, self.gate.why
-        if self._crowd:
-            return "off", self._crowd
-        return ("idle", "too little misses") if self._is_idle else ("on", "")
-
     def stats(self) -> dict[str, Any]:
         """Counters since the start."""
-        tally, (state, why) = self.jobs.tally, self._state
-        return {
-            "state": state,
-            "why": why,
-            "layers": tally.layers,
-            "computed": tally.done,
-            "taken_back": tally.taken,
-            "waited_s": round(tally.waited_us / 1e6, 6),
-        }
+        found = self.gate.stats(self.jobs.tally)
+        if not any(self.table):
+            found |= {"state": "off for good", "why": "PCIe alone is as fast"}
+        elif self._is_idle and self.gate.state == "on":
+            found |= {"state": "idle", "why": "too little misses"}
+        return found
 
 
 def divided(costs: Costs) -> tuple[int, ...]:

@@ -21,7 +21,7 @@ from engine.ops.cuda.products import Quantized
 from engine.ops.cuda.routing import Routing, Staging, staging_bytes
 from engine.ops.jobs import MAX_RECORDS, MAX_TOKENS
 from engine.placing import policy
-from engine.placing.long_misses import LongTally
+from engine.placing.handed import HandedTally
 from tests.ops import test_cuda_experts
 from tests.ops.test_cuda_experts import A, Bank, Types
 from tests.ops.test_cuda_products import check, normal
@@ -215,7 +215,7 @@ def test_nothing_missing_and_everything_missing(device: Any) -> None:
     with layer.cpu(0.05) as jobs:
         for _ in range(2):
             assert layer.step(jobs) == (0, 0)
-        assert jobs.tally == LongTally() and jobs.cpu.counts()["jobs"] == 0
+        assert jobs.tally == HandedTally() and jobs.cpu.counts()["jobs"] == 0
     layer = Layer(device, 0)
     with layer.cpu(0.05) as jobs:
         assert layer.step(jobs, 33)[1] > 10
@@ -342,4 +342,4 @@ def test_ops_of_a_step_with_short_rows_alone(device: Any, types: Types, T: int, 
             ops.expert_ffn(ws, device.upload(h), *chosen, given, fetched, on_it, short=short)
             check(device.read(on_it), layer.bank.expected(h, *made, x))
             assert_same_state(device, layer.state, layer.host)
-        assert jobs.tally.done > least(device, 0) if is_on else jobs.tally == LongTally()
+        assert jobs.tally.done > least(device, 0) if is_on else jobs.tally == HandedTally()

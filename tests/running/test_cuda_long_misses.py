@@ -15,7 +15,7 @@ from engine.ground.errors import DeviceLostError
 from engine.ground.protocol import Generate
 from engine.ops.cuda import long_jobs
 from engine.placing.division import Costs
-from engine.placing.long_misses import WINDOW_JOBS, LongTally
+from engine.placing.handed import WINDOW_JOBS, HandedTally
 from engine.placing.misses import RETRY_S
 from engine.running import long_misses, misses
 from engine.running.long_misses import AWAKE_S, LOOK_STEPS, QUIET_STEPS, LongMisses
@@ -106,7 +106,7 @@ class Said:
     """Stands for LongJobs and its threads: the host's side alone."""
 
     def __init__(self) -> None:
-        self.tally, self.woken, self.is_on, self.n_rows = LongTally(), list[float](), False, 128
+        self.tally, self.woken, self.is_on, self.n_rows = HandedTally(), list[float](), False, 128
         self.cpu = self.pool = self
 
     def wake(self, awake_s: float) -> None:
@@ -122,7 +122,7 @@ def test_threads_are_awake_while_it_pays(monkeypatch: pytest.MonkeyPatch, caplog
     long.begin()
     assert jobs.is_on and jobs.woken == [AWAKE_S]
     with caplog.at_level("INFO"):
-        jobs.tally = LongTally(20, 0, WINDOW_JOBS, 0.0)
+        jobs.tally = HandedTally(20, 0, WINDOW_JOBS, 0.0)
         long.begin()
         assert not jobs.is_on and jobs.woken == [AWAKE_S] and long.stats()["state"] == "off"
         now_s[0] += RETRY_S[0]
@@ -139,6 +139,6 @@ def test_threads_sleep_where_nothing_misses_and_wake_with_the_next_step() -> Non
         long.begin()
     assert QUIET_STEPS < len(jobs.woken) <= QUIET_STEPS + 5 and jobs.is_on
     before = len(jobs.woken)
-    jobs.tally = LongTally(3, 0, 3, 0.0)  # taken back, as nobody was awake
+    jobs.tally = HandedTally(3, 0, 3, 0.0)  # taken back, as nobody was awake
     long.begin()
     assert len(jobs.woken) == before + 1

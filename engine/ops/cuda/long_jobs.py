@@ -17,7 +17,7 @@ from engine.ops.cuda.device import Array, Device, Kernel, Module
 from engine.ops.cuda.products import Quantized
 from engine.ops.cuda.routing import Staging
 from engine.ops.jobs import MAX_RECORDS, MAX_ROWS, MAX_TOKENS
-from engine.placing.long_misses import LongTally
+from engine.placing.handed import HandedTally
 
 # Tokens of a step that has jobs: of more, an expert takes the CPU longer than PCIe.
 MOST_ROWS = min(SHORT_ROWS, MAX_ROWS)
@@ -116,10 +116,9 @@ class LongJobs:
         )
 
     @property
-    def tally(self) -> LongTally:
+    def tally(self) -> HandedTally:
         """What the GPU has said so far. Waits for nothing."""
-        layers, done, taken, waited_ns = self._board[:_N_COUNTS].tolist()
-        return LongTally(layers, done, taken, waited_ns / 1e3)
+        return HandedTally.read(self._board[:_N_COUNTS].tolist())
 
     @property
     def _output(self) -> tuple[np.uint64, np.int64]:

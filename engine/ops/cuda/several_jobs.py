@@ -15,7 +15,7 @@ from engine.ops import SMALL_TOKENS, Limits
 from engine.ops.cuda.cpu_experts import CpuExperts
 from engine.ops.cuda.device import Argument, Device
 from engine.ops.jobs import MAX_RECORDS
-from engine.placing.long_misses import LongTally
+from engine.placing.handed import HandedTally
 
 MOST_HANDED = 4  # tokens of an expert that is handed over (several_jobs.cuh)
 # Words of several_jobs.cuh: all of them, and the counts, of which the board has as many.
@@ -69,7 +69,6 @@ class SeveralJobs:
         return self.cpu.words, self.words
 
     @property
-    def tally(self) -> LongTally:
+    def tally(self) -> HandedTally:
         """What the GPU has said so far; it may be a layer behind. Waits for nothing."""
-        layers, done, taken, waited_ns = self._board[:_N_COUNTS].tolist()
-        return LongTally(layers, done, taken, waited_ns / 1e3)
+        return HandedTally.read(self._board[:_N_COUNTS].tolist())
