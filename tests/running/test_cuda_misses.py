@@ -18,9 +18,10 @@ from engine.formats.profile import save as save_profile
 from engine.ground import cores
 from engine.ground.config import EngineConfig
 from engine.ground.cores import Cores
-from engine.ground.errors import DeviceLostError, UsageError
+from engine.ground.errors import CapacityError, DeviceLostError, UsageError
 from engine.ground.protocol import Done, Event, Generate, Tokens
 from engine.ground.sampling import Sampling
+from engine.ops.cuda.cpu_experts import CpuExperts
 from engine.ops.jobs import Jobs
 from engine.placing.division import COPY_US, Costs, divide
 from engine.placing.misses import FEW_JOBS, RETRY_S, Part, Table, Tally
@@ -452,3 +453,25 @@ def test_why_there_are_none(
     with pytest.raises(UsageError) as error:
         opened(model, cpu, **asked)
     assert error.value.message.startswith(f"--cpu-experts {cpu}: ") and why in error.value.message
+
+
+@on_the_device
+@pytest.mark.slow
+def test_threads_that_cannot_be_had(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    closed = list[int]()
+
+    class Refused(CpuExperts):
+        def start(self, *given: Any) -> None:
+            raise CapacityError("no memory for a ring")
+
+        def close(self) -> None:
+            closed.append(1)
+            super().close()
+
+    monkeypatch.setattr(misses, "CpuExperts", Refused)
+    engine = opened(model)
+    assert "experts on the CPU: none, no memory for a ring" in engine.ready()["reasons"] and closed == [1]
+    engine.close()
+    with pytest.raises(CapacityError, match="no memory for a ring"):
+        opened(model, "1")
+    assert closed == [1, 1]
