@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from benchmarks import misses_results
 from benchmarks.markdown import Json, spread, table
 from engine.placing.policies import POLICIES
 
 NAMES = {each.name: each.label for each in POLICIES} | {"belady": "bound (Belady)"}
 FAMILIES = {"laguna": "Laguna-XS.2", "qwen36": "Qwen3.6-35B-A3B"}
+QWEN3 = "Qwen3-30B-A3B"
+DECODED = ((QWEN3, "decode.json"), *((name, f"decode-{key}.json") for key, name in FAMILIES.items()))
 
 
 def tables(made: dict[str, Json]) -> list[str]:
@@ -44,35 +45,71 @@ def quality(made: Json) -> list[str]:
 
 def speed(made: dict[str, Json]) -> list[str]:
     """Speed on the GPU for the README, of what has been measured."""
-    rows = []
-    if "decode.json" in made:
-        report = made["decode.json"]
-        rows += [[f"decode at depth {r['depth_tokens']:,}, all resident", spread(r["decode_tokens_per_s"], 1)]
-                 for r in report.get("all_resident", [])]  # fmt: skip
-        rows += [
-            [f"decode, {report['curve_settings']['residency_pct']:.0f}% resident, {r['miss_pct']:.1f}% missed, by PCIe",
-             spread(r["decode_tokens_per_s"], 1)]
-            for r in report.get("curve", [])
-            if round(r["miss_pct"], 1) in (0, 1, 6.6, 20) and misses_results.is_plain(r)
-        ]  # fmt: skip
-    if "decode-cpu_experts.json" in made:
-        report = made["decode-cpu_experts.json"]
-        rows += [
-            [f"the same, {r['miss_pct']:.1f}% missed, with the CPU", spread(r["decode_tokens_per_s"], 1)]
-            for r in report["curve"]
-            if round(r["miss_pct"], 1) in (1, 6.6, 20) and r["cpu_experts"] == "auto" and r["guesses"] == "off"
-        ]
-    if "prefill.json" in made:
-        rows += [[f"prefill of {r['prompt_tokens']:,}, {r['residency_pct']:.0f}% resident",
-                  spread(r["prefill_tokens_per_s"])] for r in made["prefill.json"]["prompts"]]  # fmt: skip
-    for key, model in FAMILIES.items():
-        for r in made.get(f"decode-{key}.json", {}).get("all_resident", []):
-            rows.append([f"{model}, decode at depth {r['depth_tokens']:,}", spread(r["decode_tokens_per_s"], 1)])
-    if not rows:
+    return [
+        *resident(made),
+        *missed(made.get("decode-cpu_experts.json")),
+        *real_policies(made.get("decode-policies.json")),
+        *prompts(made.get("prefill.json")),
+    ]
+
+
+def resident(made: dict[str, Json]) -> list[str]:
+    """Decoding with every expert resident, a row for each model, a column for each depth."""
+    found = [(name, made[file]) for name, file in DECODED if made.get(file, {}).get("all_resident")]
+    if not found:
         return []
-    one = made.get("decode.json") or made["prefill.json"]
-    about = f"{one['model']} ({one['model_bytes'] / 2**30:.1f} GiB) on one {one['host']['gpu']}, batch 1:"
-    return [about, "", *table(["", "tokens/s"], rows), *real_policies(made.get("decode-policies.json"))]
+    depths = [r["depth_tokens"] for r in found[0][1]["all_resident"]]
+    rows = []
+    for name, one in found:
+        speeds = {r["depth_tokens"]: spread(r["decode_tokens_per_s"], 1) for r in one["all_resident"]}
+        rows.append([f"{name} ({one['model_bytes'] / 2**30:.1f} GiB)", *(speeds.get(d, "") for d in depths), at(one)])
+    return [
+        f"On one {found[0][1]['host']['gpu']}, one reply at a time, weights made up in the shapes of each model. "
+        "Decoding with every expert resident, tokens/s:",
+        "",
+        *table(["model", *(f"at depth {d:,}" for d in depths), "measured at"], rows),
+    ]
+
+
+def missed(made: Json | None) -> list[str]:
+    """Decoding with a share of experts missed: over PCIe alone, and shared with the CPU."""
+    if made is None:
+        return []
+    curve = [r for r in made["curve"] if r["guesses"] == "off"]
+    by = {(round(r["miss_pct"], 1), r["cpu_experts"]): r["decode_tokens_per_s"] for r in curve}
+    rows = []
+    for pct in dict.fromkeys(pct for pct, _ in by):
+        alone, shared = by[pct, "off"], by[pct, "auto"]
+        ratio = f"{shared['median'] / alone['median']:.2f}"
+        rows.append([f"{pct:g}%", spread(alone, 1), spread(shared, 1), ratio])
+    percent = made["curve_settings"]["residency_pct"]
+    return [
+        f"{QWEN3}'s shapes with {percent:.0f}% of the experts resident, by the share of a token's experts that is "
+        f"missed, tokens/s (measured at {at(made)}):",
+        "",
+        *table(["missed", "over PCIe alone", "shared with the CPU", "ratio"], rows),
+    ]
+
+
+def prompts(made: Json | None) -> list[str]:
+    """Reading prompts, a column for each residency."""
+    if made is None:
+        return []
+    by = {(r["prompt_tokens"], r["residency_pct"]): spread(r["prefill_tokens_per_s"]) for r in made["prompts"]}
+    lengths, percents = (list(dict.fromkeys(key)) for key in zip(*by, strict=True))
+    return [
+        f"Reading a prompt with {QWEN3}'s shapes, tokens/s (measured at {at(made)}):",
+        "",
+        *table(
+            ["prompt", *(f"{percent:.0f}% resident" for percent in percents)],
+            [[f"{n:,} tokens", *(by.get((n, percent), "") for percent in percents)] for n in lengths],
+        ),
+    ]
+
+
+def at(made: Json) -> str:
+    """The commit of a result, shortened, and its day."""
+    return f"{made['commit'][:8]}, {made['created'][:10]}"
 
 
 def real_policies(made: Json | None) -> list[str]:
@@ -81,7 +118,10 @@ def real_policies(made: Json | None) -> list[str]:
         return []
     speed = {(r["residency_pct"], r["policy"]): spread(r["decode_tokens_per_s"], 1) for r in made["policies"]}
     percents, served = (list(dict.fromkeys(key)) for key in zip(*speed, strict=True))
-    text = "The same, tokens/s under real policies on sessions of the model of routing that they were not fitted to:"
+    text = (
+        f"{QWEN3}'s shapes under real policies, on sessions of the model of routing that they were not fitted to, "
+        "tokens/s:"
+    )
     return [text, "", *table(
         ["policy", *(f"{percent:g}% resident" for percent in percents)],
         [[NAMES[policy], *(speed[percent, policy] for percent in percents)] for policy in served],

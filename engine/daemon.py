@@ -36,6 +36,7 @@ from engine.ground.errors import (
     SparkError,
 )
 from engine.ground.kv_types import KV_WORDS, pair_of
+from engine.ground.recall import MAX_BLOCKS, MAX_POSITION
 
 MAX_WAITING = 256  # requests that are unanswered at once
 _INBOX_LINES = 64  # lines read ahead of the main thread, and answered between two steps
@@ -333,11 +334,14 @@ def _handle(request: protocol.Request, engine: Driven, running: set[int]) -> Ite
             raise _Stopped("told to")
 
 
-def _at_least(low: int) -> Callable[[str], int]:
+def _integer(low: int, high: int | None = None) -> Callable[[str], int]:
     def read(value: str) -> int:
-        if not value.isdecimal() or int(value) < low:
+        number = int(value) if value.isdecimal() else -1
+        if number < low:
             raise argparse.ArgumentTypeError(f"expected an integer of at least {low}, found {value!r}")
-        return int(value)
+        if high is not None and number > high:
+            raise argparse.ArgumentTypeError(f"expected at most {high}, found {value}")
+        return number
 
     return read
 
@@ -355,13 +359,6 @@ def _kv_type(value: str) -> str:
         return str(pair_of(value))
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
-
-
-def _parallel(value: str) -> int:
-    number = _at_least(1)(value)
-    if number > MAX_PARALLEL:
-        raise argparse.ArgumentTypeError(f"expected at most {MAX_PARALLEL}, found {value}")
-    return number
 
 
 def _amount(what: str, most: float = 1e6) -> Callable[[str], float]:
@@ -427,16 +424,16 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> EngineConfig:
     add("--vram-gib", type=_gib, help="GiB that all of it may take on a GPU (default: what is free)")
     add(
         "--cache-slots",
-        type=_at_least(0),
+        type=_integer(0),
         help="slots of each layer that are cache, under a policy that a profile adjusts (default: chosen)",
     )
-    add("--ctx-tokens", type=_at_least(1), help="context length (default: the model's, bounded)")
+    add("--ctx-tokens", type=_integer(1), help="context length (default: the model's, bounded)")
     add("--kv-pool", type=_pool, help="KV cache on the GPU: auto, or as 6GiB or 16384 (tokens) (default: auto)")
-    add("--expect-ctx-tokens", type=_at_least(1), help="how long contexts mostly are (default: 32768)")
+    add("--expect-ctx-tokens", type=_integer(1), help="how long contexts mostly are (default: 32768)")
     add("--kv-type", type=_kv_type, help=f"type of the KV cache: {KV_WORDS}, or two as K,V (default: f16)")
     add(
         "--kv-recall-blocks",
-        type=_at_least(0),
+        type=_integer(0, MAX_BLOCKS),
         help="blocks of the context that decoded tokens read, of those that need not be (default: all)",
     )
     add(
@@ -444,14 +441,18 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> EngineConfig:
         type=_amount("a share from 0 to 1", most=1.0),
         help="share of softmax mass that decoded tokens may leave out instead, by estimate",
     )
-    add("--kv-recall-from", type=_at_least(0), help="contexts of up to so many tokens are read whole (default: 0)")
-    add("--chunk-tokens", type=_at_least(1), help="tokens of a prefill step (default: chosen)")
+    add(
+        "--kv-recall-from",
+        type=_integer(0, MAX_POSITION),
+        help="contexts of up to so many tokens are read whole (default: 0)",
+    )
+    add("--chunk-tokens", type=_integer(1), help="tokens of a prefill step (default: chosen)")
     add(
         "--parallel",
-        type=_parallel,
+        type=_integer(1, MAX_PARALLEL),
         help=f"requests that run at a time, up to {MAX_PARALLEL} (default: 16, fewer where they take too much memory)",
     )
-    add("--threads", type=_at_least(1), help="CPU threads (default: one a physical core)")
+    add("--threads", type=_integer(1), help="CPU threads (default: one a physical core)")
     add("--replay", type=Path, help="expert choices to impose on decoded tokens (benchmarks)")
     add("--replay-guesses", type=Path, help="experts to guess for them in place of the likeliest (benchmarks)")
     add("--prefix-gib", type=_gib_or_zero, help="GiB of host memory for prefixes that may come again (default: 2)")
@@ -466,7 +467,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> EngineConfig:
     add(
         "--draft",
         type=_draft,
-        help="who proposes tokens that may follow: off, lookup, mtp, a file that drafts, auto (default: lookup)",
+        help="who proposes tokens that may follow: off, lookup, auto (lookup), mtp, a file that drafts (default: auto)",
     )
     add(
         "--draft-memory-mib",

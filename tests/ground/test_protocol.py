@@ -362,7 +362,8 @@ def test_every_setting_has_a_flag() -> None:
     ["--residency-pct=101", "--residency-pct=nan", "--vram-gib=0", "--vram-gib=inf", "--threads=0", "--cache-slots=-1",
      "--prefix-gib=-1", "--cache-dir-gib=0", "--device=tpu", "--ctx-tokens=1.5", "--residency=5",
      "--chunk-tokens=" + "9" * 5000, "--parallel=0", "--parallel=33",
-     "--kv-pool=5GB", "--kv-pool=0", "--kv-recall-blocks=-1", "--expect-ctx-tokens=0"],
+     "--kv-pool=5GB", "--kv-pool=0", "--kv-recall-blocks=-1", "--kv-recall-blocks=16777217",
+     "--kv-recall-from=2147483648", "--expect-ctx-tokens=0"],
 )  # fmt: skip
 def test_a_bad_flag_is_a_usage_error(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
