@@ -76,7 +76,7 @@ ON_THE_PATH = """\
 launches (the stamps make a step a few percent longer)."""
 BEFORE_AFTER = """\
 Two installs in turns on one machine: before the layer loop was written once and the modules moved into rooms, and after
-(docs/design.md, "What the structure costs"). Tokens are equal. On the CPU: the processor's time of the daemon."""
+(docs/design.md, "Layout"). Tokens are equal. On the CPU: the processor's time of the daemon."""
 SOAK = """\
 {minutes:.0f} minutes of {clients} clients at {residency:.0f}% residency: {requests:,} requests ({kinds}), {tokens:,}
 generated tokens, {misses:.1%} of active experts missed. Problems: {problems}."""

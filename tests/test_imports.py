@@ -30,9 +30,18 @@ def order(package: str) -> dict[str, Rank]:
 
 
 RANK = order("engine") | order("spark")
-PUBLIC_TO_SPARK = re.compile(
-    r"engine(\.(ground|formats)(\.\w+)?|\.placing\.(placement|policy|policies|simulate|evidence|guesses)|\.text\.(tokenizer|template))?"
-)
+
+
+def public_to_spark() -> re.Pattern[str]:
+    """What spark may import of the engine: whole rooms, and modules of others."""
+    (said,) = re.findall(r"sees only a part of the engine: (.*?)\. Everything", DESIGN, re.DOTALL)
+    names = [rf"\.{room}(\.\w+)?" for room in re.findall(r"`(\w+)`", said)]
+    for room, modules in re.findall(r"`(\w+)\.{([^}]*)}`", said):
+        names += (rf"\.{room}\.{module.strip()}" for module in modules.split(","))
+    return re.compile(f"engine({'|'.join(names)})?")
+
+
+PUBLIC_TO_SPARK = public_to_spark()
 
 
 def modules(package: str) -> list[Path]:

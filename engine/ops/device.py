@@ -1,7 +1,7 @@
 """What every backend's device has: memory for arrays, and copies.
 
 The CPU and the reference compute in host memory (`host.py`); a GPU has kernels, streams and graphs besides
-(`cuda/device.py`). What is written against `Memory` alone, cache, weights and residency, lies on any of them.
+(`ops/cuda/device.py`). What is written against `Memory` alone, cache, weights and residency, lies on any of them.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The seam for guessed experts: who is told what the rows of a step with a draft chose, and may say what comes next.
 
 A row of a draft that was rejected went through all layers, too: its token may come a step later, or one like it, so its
-experts are a forecast of those that the next steps want. `Guessing` counts what it is worth (running/guessing.py).
+experts are a forecast of those that the next steps want. What it is worth is counted by benchmarks/guesses.py.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Counters of a server, for Prometheus.
 
-Experts' hits and misses, and drafts, are the daemon's own counters, asked for when somebody looks; a daemon that starts
-again begins at 0, as counters may.
+All that is about experts, drafts, recall, prefixes and the cache is the daemon's own count, asked for when somebody
+looks. A daemon that starts again begins at 0, as counters may.
 """
 
 from __future__ import annotations
