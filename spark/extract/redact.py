@@ -9,9 +9,11 @@ same result, and redacting twice is redacting once: finders run until they find 
 from __future__ import annotations
 
 import re
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections import Counter
+from collections.abc import Sequence
 from functools import lru_cache
+from itertools import accumulate, count
 from typing import Any
 
 from spark.extract.secret_names import is_auth, is_secret, kind_of, names_no_secret, secret_name
@@ -22,15 +24,20 @@ from spark.extract.secret_tokens import Secret, find_tokens, one_byte_each
 def redact(text: str, found: Counter[str] | None = None) -> str:
     """The text with every secret replaced by `[REDACTED:kind]`; `found` counts replacements by kind."""
     while secrets := _secrets(text):
-        pieces, done = [], 0
-        for begin, end, kind in secrets:
-            if begin >= done:  # of overlapping ones the first; what is left of the others is found next time
-                pieces += [text[done:begin], _placeholder(kind)]
-                done = end
-                if found is not None:
-                    found[kind] += 1
-        text = "".join(pieces) + text[done:]
+        text = _without(text, secrets, found)
     return text
+
+
+def _without(text: str, secrets: Sequence[Secret], found: Counter[str] | None) -> str:
+    """The text with placeholders for secrets that are in order."""
+    pieces, done = list[str](), 0
+    for begin, end, kind in secrets:
+        if begin >= done:  # of overlapping ones the first; what is left of the others is found next time
+            pieces += [text[done:begin], _placeholder(kind)]
+            done = end
+            if found is not None:
+                found[kind] += 1
+    return "".join(pieces) + text[done:]
 
 
 def _secrets(text: str) -> list[Secret]:
@@ -60,16 +67,55 @@ _PLACEHOLDER = re.compile(r"\[REDACTED:[a-z-]{1,30}\]")
 
 
 def redact_value(value: Any, found: Counter[str] | None = None) -> Any:
-    """A JSON value with its strings redacted, those under a key such as `password` by that key."""
+    """A JSON value with its strings redacted, keys too; those under a key such as `password` by that key.
+
+    Strings of a list are read as the words of a command, and `{"name": "PASSWORD", "value": ...}` as that name's value.
+    """
     if isinstance(value, str):
         return redact(value, found)
     if isinstance(value, list):
-        return [redact_value(item, found) for item in value]
+        return [redact_value(item, found) for item in _redact_words(value, found)]
     if isinstance(value, dict):
-        return {key: _redact_entry(key, item, found) for key, item in value.items()}
+        return _redact_object(value, found)
     return value
 
 
+def _redact_words(words: list[Any], found: Counter[str] | None) -> list[Any]:
+    """A list of strings without what the ones before give away, as `--password` does."""
+    if len(words) < 2 or not all(isinstance(word, str) for word in words):
+        return words
+    while True:
+        ends = list(accumulate(len(word) + 1 for word in words))
+        inside: dict[int, list[Secret]] = {}
+        for secret in _secrets(" ".join(words)):
+            i = bisect_right(ends, secret.begin)
+            if secret.end < ends[i]:  # none that goes on in the next one
+                inside.setdefault(i, []).append(secret)
+        if not inside:
+            return words
+        words = list(words)
+        for i, secrets in inside.items():
+            begin = ends[i] - len(words[i]) - 1
+            words[i] = _without(words[i], [Secret(s.begin - begin, s.end - begin, s.kind) for s in secrets], found)
+
+
+def _redact_object(value: dict[str, Any], found: Counter[str] | None) -> dict[str, Any]:
+    names, values = ([key for key in value if key.lower() in of] for of in (_NAMES, _VALUES))
+    named = value[names[0]] if len(names) == len(values) == 1 else None
+    made: dict[str, Any] = {}
+    for key, item in value.items():
+        by = named if isinstance(named, str) and key == values[0] else key
+        known = shown = key if len(key) <= _KEY_LENGTH and _is_plain(key) else redact(key, found)
+        for n in count(2):  # two keys that were secrets are two keys still
+            if known not in made:
+                break
+            known = f"{shown} {n}"
+        made[known] = _redact_entry(by, item, found)
+    return made
+
+
+_NAMES = frozenset({"name", "key", "variable", "header"})
+_VALUES = frozenset({"value", "val"})
 _HEADER = re.compile(r"(?i)(?:cookie|^(?:proxy-)?authorization)$")
 
 
@@ -82,6 +128,12 @@ def _read_key(key: str) -> tuple[str | None, bool]:
 
 
 _key_kind = lru_cache(maxsize=1024)(_read_key)
+
+
+@lru_cache(maxsize=1024)
+def _is_plain(key: str) -> bool:
+    """Whether a key is no secret itself."""
+    return not _secrets(key)
 
 
 def _redact_entry(key: str, value: Any, found: Counter[str] | None) -> Any:

@@ -7,6 +7,8 @@ import time
 from collections import Counter
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from spark.extract import secret_places, secret_tokens
 from spark.extract.redact import redact, redact_value
@@ -87,6 +89,39 @@ def test_headers_go_by_their_keys() -> None:
     }
     assert found == {"authorization": 1, "cookie": 1}
     assert redact_value(redacted) == redacted
+
+
+def test_arguments_go_by_what_stands_before_them() -> None:
+    """The words of a command, a variable's name and value, and keys that are secrets, as in the same JSON as text."""
+    tokens = ["ghp_" + 9 * "a1B2", "ghp_" + 9 * "b1B2"]
+    value = {
+        "command": ["mysql", "--password", "hunter2Xq9zT41", "-h", "db"],
+        "argv": ["curl", "-u", "me:Xq9zT41hunter2", "https://x.example/token", "reset"],
+        "env": [{"name": "DB_PASSWORD", "value": "hunter2Xq9zT41"}, {"name": "PATH", "value": "/usr/bin"}],
+        "headers": [{"key": "Authorization", "value": f"token {'77c5057f2ef954a4' + '9a02d08f2b263964d094bacc'}"}],
+        tokens[0]: "x",
+        tokens[1]: ["password reset", "is", "fine"],
+    }
+    found: Counter[str] = Counter()
+    redacted = redact_value(value, found)
+    assert redacted == {
+        "command": ["mysql", "--password", "[REDACTED:password]", "-h", "db"],
+        "argv": ["curl", "-u", "me:[REDACTED:authorization]", "https://x.example/token", "reset"],
+        "env": [{"name": "DB_PASSWORD", "value": "[REDACTED:password]"}, {"name": "PATH", "value": "/usr/bin"}],
+        "headers": [{"key": "Authorization", "value": "token [REDACTED:authorization]"}],
+        "[REDACTED:github-token]": "x",
+        "[REDACTED:github-token] 2": ["password reset", "is", "fine"],
+    }
+    assert found == {"password": 2, "authorization": 2, "github-token": 2}
+    assert redact_value(redacted) == redacted
+
+
+@given(st.lists(st.one_of(st.sampled_from([case.text for case in SECRETS]), st.text(max_size=12)), max_size=6))
+def test_a_list_is_redacted_once(words: list[str]) -> None:
+    once = redact_value(words)
+    assert len(once) == len(words) and redact_value(once) == once
+    for word, shown in zip(words, once, strict=True):
+        assert shown == word or "[REDACTED:" in shown
 
 
 LITERALS = sorted(

@@ -35,5 +35,6 @@ def test_sections_that_are_named_are_there() -> None:
 
 
 def test_one_that_is_not_there_is_found() -> None:
-    assert missing('as docs/design.md, "Layout", and\n# docs/design.md, "The way of a token, and\n# of an expert" say') == []
+    text = 'as docs/design.md, "Layout", and\n# docs/design.md, "The way of a token, and\n# of an expert" say'
+    assert missing(text) == []
     assert missing('[kv.md](kv.md), "Nowhere"') == ['kv.md, "Nowhere"']
