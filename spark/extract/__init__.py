@@ -7,6 +7,7 @@ not grow with the size of the logs (nor with that of a single one).
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
@@ -17,13 +18,14 @@ from types import TracebackType
 from typing import Literal, Self
 
 from engine.ground.errors import FileFormatError, SparkError, UsageError
+from engine.ground.files import alone
 from spark import storage
 from spark.extract import claude, codex
 from spark.extract.intake import Intake
 from spark.extract.messages import Outgoing, messages
 from spark.extract.report import ESTIMATE, Report, Tally, estimate_tokens
 from spark.extract.roots import Group, group_claude, group_codex, list_logs
-from spark.speech.sessions import Message, SessionWriter, root_of, split_rank
+from spark.speech.sessions import Message, SessionWriter, publish, root_of, split_rank
 
 __all__ = ["ExtractOptions", "Report", "extract"]
 
@@ -95,7 +97,8 @@ def _extract(
     progress(0, total)
     try:
         out_dir.mkdir(parents=True, exist_ok=True)
-        sessions = _write(options, out_dir, groups_of(logs, intake), tally, intake)
+        with alone_in(out_dir):
+            sessions = _write(options, out_dir, groups_of(logs, intake), tally, intake)
     except OSError as error:  # of the folder or the spool; a log that cannot be read is counted
         message = f"{out_dir} cannot be written: {error.strerror}"
         raise SparkError(message, hint="choose another --out-dir") from error
@@ -147,6 +150,11 @@ def _homes(options: ExtractOptions) -> dict[str, list[Path]]:
             hint=_NAME_FOLDERS,
         )
     return homes
+
+
+def alone_in(out_dir: Path) -> contextlib.AbstractContextManager[None]:
+    """Let no other extraction write to a folder within the block; UsageError where one does."""
+    return alone(out_dir / ".extract-sessions.lock", f"another extraction writes to {out_dir}")
 
 
 def check_logs(out_dir: Path, homes: dict[str, list[Path]], logs: list[Path], intake: Intake) -> None:
@@ -239,8 +247,7 @@ class Sides:
                 (test if root_of(session_id) in test_roots else train).write_line(session_id, line)
             train.seal()
             test.seal()
-        train.publish()
-        test.publish()
+        publish([train, test])
         return {"train": len(train.session_ids), "test": len(test.session_ids)}
 
     def _writer(self, name: str, stack: ExitStack) -> SessionWriter:

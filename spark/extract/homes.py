@@ -31,6 +31,7 @@ from spark.extract import (
     ExtractOptions,
     Report,
     Sides,
+    alone_in,
     check_logs,
     conversations_of,
     counted,
@@ -43,7 +44,7 @@ from spark.extract import (
 from spark.extract.intake import Intake
 from spark.extract.report import Tally
 from spark.extract.roots import LOGS, Group, list_logs
-from spark.speech.sessions import SessionWriter, root_of
+from spark.speech.sessions import SessionWriter, publish, root_of
 
 _PLACES = {"claude": (".claude", ".config/claude"), "codex": (".codex",)}
 _SCRATCH = ".homes-"
@@ -154,7 +155,7 @@ def _scratch(out_dir: Path) -> Iterator[Path]:
     """A private folder beside the output, where there is room."""
     try:
         out_dir.mkdir(parents=True, exist_ok=True)
-        with scratch(out_dir, _SCRATCH) as made:
+        with alone_in(out_dir), scratch(out_dir, _SCRATCH) as made:
             yield made
     except OSError as error:
         raise SparkError(f"{out_dir} cannot be written: {error.strerror}", hint="choose another --out-dir") from error
@@ -250,7 +251,7 @@ def _read(home: _Home) -> _Read:
                 places.append((place, session_id))
                 writer.write(replace(conversation.head, session_id=session_id), counted(conversation, tally))
         writer.seal()
-        writer.publish()
+        publish([writer])
     return _Read(0 if home.part else n_files, places, tally, _counts_of(intake))
 
 

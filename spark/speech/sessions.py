@@ -24,6 +24,8 @@ import contextlib
 import hashlib
 import json
 import os
+import signal
+import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -144,15 +146,14 @@ def write_sessions(path: Path, sessions: Iterable[Session]) -> None:
         for session in sessions:
             writer.write(session, session.messages)
         writer.seal()
-        writer.publish()
+        publish([writer])
 
 
 class SessionWriter:
     """A file of sessions under construction, which takes its name only when it is whole.
 
-    Use as a context manager: `open`, `write` sessions, `seal`, `publish`; whatever was not published is removed on
+    Use as a context manager: `open`, `write` sessions, `seal`, then `publish`; whatever was not published is removed on
     leaving, and what a process that was killed left of the same file on entering.
-    Sealing and publishing are two steps so that two files can be made sure of before either of them appears.
     Raises SparkError, naming the file, when the disk does not take it.
     """
 
@@ -219,19 +220,6 @@ class SessionWriter:
         except OSError as error:
             raise _write_error(self.path, error) from error
 
-    def publish(self) -> None:
-        """Give the sealed file its name, in place of any file that had it."""
-        try:
-            self._temporary.replace(self.path)
-            self._published = True
-            directory = os.open(self.path.parent, os.O_RDONLY)
-            try:
-                os.fsync(directory)
-            finally:
-                os.close(directory)
-        except OSError as error:
-            raise _write_error(self.path, error) from error
-
     def _opened(self) -> IO[bytes]:
         if self._file is None:
             self.open()
@@ -244,6 +232,62 @@ class SessionWriter:
             file.write(data)
         except OSError as error:
             raise _write_error(self.path, error) from error
+
+
+def publish(writers: Sequence[SessionWriter]) -> None:
+    """Give sealed files of one folder their names, in place of those that had them: all, or none.
+
+    A signal that ends the process waits until it is done. A process that is killed outright, or a power cut, may leave
+    the first file alone, never files of two runs. Raises SparkError where the folder does not take one.
+    """
+    old = {writer: temporary_name(writer.path) for writer in writers}
+    with _undisturbed():
+        try:
+            for writer, kept in old.items():
+                with contextlib.suppress(FileNotFoundError):
+                    os.link(writer.path, kept)
+            for writer in writers[1:]:
+                writer.path.unlink(missing_ok=True)
+            for writer in writers:
+                writer._temporary.replace(writer.path)
+                writer._published = True
+            _sync(writers[0].path.parent)
+        except OSError as error:
+            for done, kept in old.items():
+                if kept.exists():
+                    kept.replace(done.path)
+                elif done._published:
+                    done.path.unlink()
+            raise _write_error(writer.path, error) from error
+        finally:
+            for kept in old.values():
+                kept.unlink(missing_ok=True)
+
+
+def _sync(folder: Path) -> None:
+    directory = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(directory)
+    finally:
+        os.close(directory)
+
+
+@contextlib.contextmanager
+def _undisturbed() -> Iterator[None]:
+    """Let signals that end a process wait until the block ends; handlers run in the main thread alone."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    came: list[int] = []
+    ends = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = {number: signal.signal(number, lambda number, _: came.append(number)) for number in ends}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)  # None: of another language
+        for first in came[:1]:
+            signal.raise_signal(first)
 
 
 def _write_error(path: Path, error: OSError) -> SparkError:

@@ -22,7 +22,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.ground.errors import FileFormatError, SparkError, UsageError
-from spark.extract import ExtractOptions, Report, extract, homes, roots
+from spark.extract import ExtractOptions, Report, alone_in, extract, homes, roots
 from spark.extract.intake import Intake, read_lines
 from spark.extract.messages import ToolTable
 from spark.extract.report import estimate_tokens
@@ -256,6 +256,16 @@ try:
 except SparkError as error:
     print(error.message)
 """
+
+
+def test_two_runs_into_one_folder(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    with alone_in(out), pytest.raises(UsageError, match="another extraction writes to"):
+        samples(out)
+    assert list(out.iterdir()) == []
+    samples(out)
+    assert sorted(path.name for path in out.iterdir()) == ["test.jsonl", "train.jsonl"]
 
 
 def test_a_disk_that_takes_no_more_leaves_what_was_there(tmp_path: Path) -> None:

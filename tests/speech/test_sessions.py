@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import signal
 import stat
 import time
 from pathlib import Path
@@ -21,6 +22,7 @@ from spark.speech.sessions import (
     Session,
     SessionWriter,
     ToolCall,
+    publish,
     read_sessions,
     root_of,
     split_rank,
@@ -180,7 +182,7 @@ def test_what_a_killed_writer_left_goes_and_what_one_writes_stays(tmp_path: Path
         os.utime(ours, (old, old))
         write_sessions(path, [])
         assert ours.exists()
-        slow.publish()
+        publish([slow])
     assert list(tmp_path.iterdir()) == [path]
 
 
@@ -192,6 +194,74 @@ def test_a_full_disk_is_explained_and_leaves_nothing(tmp_path: Path, monkeypatch
     with pytest.raises(SparkError, match="cannot be written: No space left on device"):
         write_sessions(tmp_path / "s.jsonl", [Session("a", "codex", "", (), ())])
     assert list(tmp_path.iterdir()) == []
+
+
+def two(folder: Path, text: str) -> list[SessionWriter]:
+    """Sealed files of one session each."""
+    writers = [SessionWriter(folder / name) for name in ("train.jsonl", "test.jsonl")]
+    for writer in writers:
+        writer.write(Session(text, "codex", "", (), ()), [])
+        writer.seal()
+    return writers
+
+
+def texts_of(folder: Path) -> dict[str, str]:
+    found = {path.name: path.read_text() for path in folder.iterdir() if path.is_file()}
+    return {name: text.split('"')[3] for name, text in found.items()}
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_waits_until_both_files_are_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
+) -> None:
+    publish(two(tmp_path, "old"))
+    replace = Path.replace
+
+    def interrupted(path: Path, target: Path) -> Path:
+        signal.raise_signal(number)
+        return replace(path, target)
+
+    def ends(number: int, frame: object) -> None:
+        raise InterruptedError
+
+    monkeypatch.setattr(Path, "replace", interrupted)
+    before = signal.signal(number, ends)
+    try:
+        with pytest.raises(InterruptedError):
+            publish(two(tmp_path, "new"))
+    finally:
+        signal.signal(number, before)
+    assert texts_of(tmp_path) == {"train.jsonl": "new", "test.jsonl": "new"}
+
+
+@pytest.mark.parametrize("which", ["train.jsonl", "test.jsonl"])
+@pytest.mark.parametrize("there", [False, True])
+def test_where_one_file_cannot_be_the_other_is_as_it_was(tmp_path: Path, which: str, there: bool) -> None:
+    (tmp_path / which).mkdir()
+    other = tmp_path / ({"train.jsonl", "test.jsonl"} - {which}).pop()
+    if there:
+        other.write_text('{"session_id": "old"}')
+    writers = two(tmp_path, "new")
+    with pytest.raises(SparkError, match="cannot be written"):
+        publish(writers)
+    for writer in writers:
+        writer.__exit__()
+    assert texts_of(tmp_path) == ({other.name: "old"} if there else {})
+
+
+def test_one_that_is_killed_leaves_no_files_of_two_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    publish(two(tmp_path, "old"))
+    seen, replace = list[dict[str, str]](), Path.replace
+
+    def looked(path: Path, target: Path) -> Path:
+        seen.append(texts_of(tmp_path))
+        return replace(path, target)
+
+    monkeypatch.setattr(Path, "replace", looked)
+    publish(two(tmp_path, "new"))
+    seen.append(texts_of(tmp_path))
+    named = [{name: text for name, text in found.items() if not name.startswith(".")} for found in seen]
+    assert named == [{"train.jsonl": "old"}, {"train.jsonl": "new"}, {"train.jsonl": "new", "test.jsonl": "new"}]
 
 
 def test_a_folder_that_is_missing_is_explained(tmp_path: Path) -> None:
