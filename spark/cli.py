@@ -134,6 +134,9 @@ def extract_sessions(
     from spark.commands.tables import show_extraction
     from spark.extract import ExtractOptions, extract
 
+    for family, folder in (("claude", claude_dir), ("codex", codex_dir)):
+        if folder is not None and source not in (family, "both"):
+            raise UsageError(f"--{family}-dir {folder}: --source {source} reads nothing there")
     options = ExtractOptions(
         out_dir=out_dir, source=source, claude_dir=claude_dir, codex_dir=codex_dir, test_frac=test_frac, redact=redact,
         homes=tuple(home or ()),

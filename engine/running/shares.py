@@ -70,7 +70,8 @@ def _of_host(options: EngineConfig, source: Source, backend: Backend, n_ctx: int
         raise UsageError("--replay imposes choices on a GPU, and this is the CPU")
     if options.vram_gib is not None:
         raise UsageError(
-            f"--vram caps the memory of a GPU, and this is the CPU ({backend.reason})", hint="use --residency"
+            f"--vram caps the memory of a GPU, and this is the CPU ({backend.reason})",
+            hint="leave it out; on a CPU, serve, plan and bench take a share of the experts (--residency)",
         )
     sizes = [slot_bytes(e) for e in source.weights.experts]
     policy = policies.find(options.policy)

@@ -8,6 +8,7 @@ from typing import Any
 from spark.extract.intake import Intake, Part, as_object, as_text, is_inserted
 
 _MARKERS = {"image": "[image]", "document": "[document]"}
+_TEXTS = ("text", *_MARKERS)
 _CALLS = ("tool_use", "server_tool_use", "mcp_tool_use")
 
 
@@ -16,8 +17,8 @@ def response_parts(message: dict[str, Any], intake: Intake) -> list[Part]:
     parts: list[Part] = []
     for block in _blocks(message):
         kind = as_text(block.get("type"))
-        if kind == "text" or kind in _MARKERS:
-            if text := _MARKERS.get(kind) or intake.text(block.get("text")):
+        if kind in _TEXTS:
+            if text := _text(kind, block, intake):
                 parts.append(Part("text", text))
         elif kind == "thinking":
             if text := intake.text(block.get("thinking")):
@@ -46,8 +47,8 @@ def user_parts(message: dict[str, Any], intake: Intake, *, inserted: bool) -> tu
     results: dict[str, Part] = {}
     for block in _blocks(message):
         kind = as_text(block.get("type"))
-        if kind == "text" or kind in _MARKERS:
-            texts.append(_MARKERS.get(kind) or intake.text(block.get("text")))
+        if kind in _TEXTS:
+            texts.append(_text(kind, block, intake))
         elif kind == "tool_result":
             part = _result(block, intake)
             results.setdefault(part.call_id, part)
@@ -58,12 +59,19 @@ def user_parts(message: dict[str, Any], intake: Intake, *, inserted: bool) -> tu
     return [Part("text", text, "user", typed)] if text else [], results
 
 
+def _text(kind: str, block: dict[str, Any], intake: Intake) -> str:
+    """The text of a block of text; of an image or a document that it was there, and what it says if that is text."""
+    source = as_object(block.get("source"))
+    said = source.get("data") if source.get("type") == "text" else block.get("text")
+    return "\n".join(text for text in (_MARKERS.get(kind, ""), intake.text(said)) if text)
+
+
 def _result(block: dict[str, Any], intake: Intake) -> Part:
     texts = []
     for item in _blocks(block):
         kind = as_text(item.get("type"))
-        if kind == "text" or kind in _MARKERS:
-            texts.append(_MARKERS.get(kind) or intake.text(item.get("text")))
+        if kind in _TEXTS:
+            texts.append(_text(kind, item, intake))
         else:  # a search result, a reference to a tool: what the model saw is its fields
             fields = {key: value for key, value in item.items() if key not in ("type", "encrypted_content")}
             texts.append(json.dumps(intake.value(fields), ensure_ascii=False))

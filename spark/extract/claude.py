@@ -389,7 +389,8 @@ class _Log:
             session_id = f"{self._file.session_id}/{thread}" if thread else self._file.session_id
             for segment, members in sorted(segments.items()):
                 mark = f"#{segment + 1}" if segment else ""
-                for branch, path in enumerate(split_paths(members)):
+                fresh = split_paths(members, lambda node: node.response and node.identity not in seen.nodes)
+                for branch, path in enumerate(fresh):
                     kept = self._without_replays(path, seen)
                     if not any(node.response for node in kept):
                         self._intake.skip("no_response", sum(node.lines for node in kept))

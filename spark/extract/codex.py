@@ -70,6 +70,25 @@ def _take_back(segment: _Segment, stays: Callable[[_Item], bool]) -> None:
     segment.branches = [branch for branch in (*left, taken) if branch]
 
 
+def _paths(segment: _Segment, copied: int) -> list[list[_Item]]:
+    """What stayed of a segment, and its branches; where nothing that stayed was answered, the last branch that was.
+
+    That one goes on from what stayed ahead of it, a compaction's summary for one. copied: items that count for nothing.
+    """
+
+    def is_answered(items: list[_Item]) -> bool:
+        return any(item.response and item.index >= copied for item in items)
+
+    answered = [i for i, branch in enumerate(segment.branches) if is_answered(branch)]
+    if is_answered(segment.items) or not answered:
+        return [segment.items, *segment.branches]
+    branches = list(segment.branches)
+    last = branches.pop(answered[-1])
+    ahead = [item for item in segment.items if item.index < last[0].index]
+    rest = segment.items[len(ahead) :]
+    return [[*ahead, *last], *branches, *([rest] if rest else [])]
+
+
 class _Sequence:
     """The fingerprints of a file's items, in which a fork's opening is looked up."""
 
@@ -320,7 +339,7 @@ class _Log:
         self._intake.skip("replay", copied)
         for number, segment in enumerate(self._segments, 1):
             mark = f"#{number}" if number > 1 else ""
-            for branch, path in enumerate([segment.items, *segment.branches]):
+            for branch, path in enumerate(_paths(segment, copied)):
                 kept = [item for item in path if item.index >= copied]
                 if not any(item.response for item in kept):
                     self._intake.skip("no_response", len(kept))

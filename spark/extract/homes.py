@@ -145,9 +145,9 @@ def extract(
 
 
 def _same(home: str) -> str:
-    """One text for one folder, however it was given."""
+    """One text for one folder, however it was given, links included."""
     path = storage.local(home)
-    return home.rstrip("/") if path is None else str(path.absolute())
+    return home.rstrip("/") if path is None else os.path.realpath(path)
 
 
 @contextlib.contextmanager

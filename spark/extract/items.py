@@ -109,11 +109,13 @@ def text_parts(payload: dict[str, Any], role: str, intake: Intake) -> list[Part]
 
 
 def _joined(content: object, intake: Intake) -> str:
-    """The text of a string, of content items, or of an object that holds either."""
+    """The text of a string, of content items, or of an object that holds either; of anything else its JSON."""
     if isinstance(content, str):
         return intake.text(content)
-    if isinstance(content, dict):
-        return _joined(content.get("content"), intake)
+    if isinstance(content, dict) and "content" in content:
+        return _joined(content["content"], intake)
+    if isinstance(content, dict | int | float):
+        return json.dumps(intake.value(content), ensure_ascii=False) if content != {} else ""
     texts = []
     for item in content if isinstance(content, list) else []:
         kind, text = as_text(as_object(item).get("type")), as_object(item).get("text")

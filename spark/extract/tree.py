@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 
@@ -66,25 +67,50 @@ class Boundary:
     segment: int
 
 
-def split_paths(nodes: list[Node]) -> list[list[Node]]:
+def split_paths(nodes: list[Node], counts: Callable[[Node], bool] = lambda node: node.response) -> list[list[Node]]:
     """Split a segment's trees into paths that share no node: first the one to the last leaf, then the others.
 
-    Each path runs from the oldest node that no path before it has to a node without an answer. The
-    others come in the order in which they begin.
+    Each path runs from the oldest node that no path before it has to a node without an answer. Those without a node
+    that counts, of which nothing is written, have what no other has: a compaction's summary goes with what was
+    answered, though the user went back, asked again and left. All but the first are in the order of their beginnings.
     """
     answered = {node.above.order for node in nodes if node.above is not None}
     leaves = [node for node in nodes if node.order not in answered]
+    nearest: dict[int, int | None] = {}  # of a node, the lowest one that counts, at it or above
     taken: set[int] = set()
-    paths = []
-    for leaf in [*reversed(leaves), *reversed(nodes)]:  # the latter for nodes in a ring of links
-        path: list[Node] = []
-        node: Node | None = leaf
-        while node is not None and node.order not in taken:
+    paths, empty = list[list[Node]](), list[list[Node]]()
+
+    def lowest(leaf: Node) -> int | None:
+        passed, node = list[Node](), leaf
+        while node.order not in nearest:
+            nearest[node.order] = node.order if counts(node) else None  # ends a ring of links
+            if nearest[node.order] is not None:
+                break
+            passed.append(node)
+            if node.above is None:
+                break
+            node = node.above
+        for each in passed:
+            nearest[each.order] = nearest[node.order]
+        return nearest[leaf.order]
+
+    def take(leaf: Node) -> list[Node]:
+        path, node = list[Node](), leaf
+        while node.order not in taken:
             taken.add(node.order)
             path.append(node)
+            if node.above is None:
+                break
             node = node.above
-        if path:
-            paths.append(path[::-1])
+        return path[::-1]
+
+    for leaf in reversed(leaves):
+        if (last := lowest(leaf)) is not None and last not in taken:
+            paths.append(take(leaf))
+    for leaf in [*reversed(leaves), *reversed(nodes)]:  # the latter for nodes in a ring of links
+        if path := take(leaf):
+            empty.append(path)
+    paths += empty
     return paths[:1] + sorted(paths[1:], key=lambda path: path[0].order)
 
 

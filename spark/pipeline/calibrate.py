@@ -458,7 +458,10 @@ class _Here:
                     n_parts(run.routing, tally.trace_parts),
                 )
                 progress("calibrating", min(tally.tokens, total), total)
-                if time.monotonic() - saved > CHECKPOINT_EVERY_S:
+                # Behind the first window at once: a folder for a trace that has more than that before any is counted
+                # may be another run's (`_require_first_window`).
+                is_first = options.trace_dir is not None and tally.windows == 1
+                if is_first or time.monotonic() - saved > CHECKPOINT_EVERY_S:
                     run.save(tally)
                     saved = time.monotonic()
         finally:

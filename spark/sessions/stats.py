@@ -120,10 +120,8 @@ def stats(
     FileFormatError where there is nothing to measure.
     """
     with ExitStack() as stack:
-        files = [f for each in given for f in stack.enter_context(storage.reading(each, (".parquet", ".jsonl")))]
+        files = stack.enter_context(storage.reading(given, (".parquet", ".jsonl")))
         kinds = {file.path.suffix == ".parquet" for file in files}
-        if len(kinds) > 1:
-            raise UsageError("token files and sessions were given", hint="give one kind at a time")
         values = _Values()
         if kinds == {True}:
             if model is not None:

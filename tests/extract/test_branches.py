@@ -129,6 +129,58 @@ def test_a_restart_after_a_compaction_is_in_the_segment_after_it(tmp_path: Path,
     }
 
 
+INTERRUPTED = "[Request interrupted by user]"
+
+
+@pytest.mark.parametrize("compacted", [True, False])
+def test_who_went_back_and_left_takes_nothing_along(tmp_path: Path, compacted: bool) -> None:
+    """What two tries share goes with the one that was answered: a summary, or a long prompt that was interrupted."""
+    begun = [
+        user("u1", None, "go"),
+        answer("a1", "u1", "msg_A", text("done")),
+        record("system", "b1", None, subtype="compact_boundary"),
+        user("s1", "b1", "Summary.", isCompactSummary=True),
+    ]
+    records = [
+        *(begun if compacted else [user("s1", None, "A long prompt")]),
+        user("u2", "s1", "more"),
+        answer("a2", "u2", "msg_B", text("more done")),
+        user("u3", "a2", "less"),
+        answer("a3", "u3", "msg_C", text("less done")),
+        user("u4", "u2", "not yet"),
+        user("u5", "u4", INTERRUPTED),
+        user("u6", "s1", "in other words"),
+        user("u7", "u6", INTERRUPTED),
+    ]
+    write(tmp_path, f"{SESSION}.jsonl", records)
+    sessions, report = run(tmp_path)
+    answered = ["u: more", "a: more done", "u: less", "a: less done"]
+    assert {name: words(session) for name, session in sessions.items()} == (
+        {SESSION: ["u: go", "a: done"], f"{SESSION}#2": ["u: Summary.", *answered]}
+        if compacted
+        else {SESSION: ["u: A long prompt", *answered]}
+    )
+    assert report.skipped_lines["no_response"] == 4
+
+
+def test_of_branches_the_answered_one_has_what_they_share(tmp_path: Path) -> None:
+    records = [
+        user("u1", None, "go"),
+        answer("a1", "u1", "msg_A", text("done")),
+        user("u2", "a1", "a long prompt"),
+        answer("a2", "u2", "msg_B", text("long answer")),
+        user("u3", "u2", "a note"),
+        user("u4", "u3", INTERRUPTED),
+        user("u5", "a1", "something else"),
+        answer("a5", "u5", "msg_C", text("else")),
+    ]
+    write(tmp_path, f"{SESSION}.jsonl", records)
+    assert {name: words(session) for name, session in run(tmp_path)[0].items()} == {
+        SESSION: ["u: go", "a: done", "u: something else", "a: else"],
+        f"{SESSION}~1": ["u: a long prompt", "a: long answer"],
+    }
+
+
 START = [user("u1", None, "go"), answer("a1", "u1", "msg_01AAAAAAAAAAAA", call("t1", cmd="ls"))]
 REFUSED = result("r1", "a1", "t1", "refused")["message"]["content"]
 

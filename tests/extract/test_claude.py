@@ -418,7 +418,8 @@ def test_blocks_of_every_kind(tmp_path: Path) -> None:
     found = {"type": "web_search_tool_result", "tool_use_id": "srv1", "content": [page]}
     reference = {"type": "tool_reference", "tool_name": "Glob"}
     records = [
-        user("u1", None, [text("see"), {"type": "image", "source": {"data": "A" * 99}}, {"type": "document"}]),
+        user("u1", None, [text("see"), {"type": "image", "source": {"data": "A" * 99}}, {"type": "document"},
+                          {"type": "document", "source": {"type": "text", "data": "Said."}}]),
         answer("a1", "u1", "msg_A", {"type": "redacted_thinking", "data": "AA"}, {"type": "thinking", "thinking": ""},
                text("I search."), search, found, text("Found."), {"type": "novelty"}),
         answer("a2", "a1", "msg_B", call("t1")),
@@ -432,7 +433,7 @@ def test_blocks_of_every_kind(tmp_path: Path) -> None:
     write(tmp_path, f"{SESSION}.jsonl", records)
     sessions, report = run(tmp_path)
     assert words(sessions[SESSION]) == [
-        "u: see\n[image]\n[document]",
+        "u: see\n[image]\n[document]\n[document]\nSaid.",
         'a: I search. web_search({"query": "q"})',
         't: {"url": "u", "title": "T"}',
         "a: Found.",

@@ -241,6 +241,7 @@ def test_items_of_every_kind(tmp_path: Path) -> None:
         item("function_call", name="put", namespace="files", arguments="", call_id="c5"),
         output("c4", [{"type": "input_text", "text": "four"}, {"type": "novelty"}]),
         output("c3", '{"output":"3","metadata":{}}'),
+        output("c5", {"output": "five", "exit_code": 0}),
         item("web_search_call", id="ws1", action={"type": "search", "query": "q"}),
         said("assistant", "Found."),
         item("tool_search_call", call_id="c6", arguments={"query": "chart"}),
@@ -266,6 +267,7 @@ def test_items_of_every_kind(tmp_path: Path) -> None:
         'a: search({"q": "x"}) mcp__git__get({"input": "not json"}) files.put({"input": ""})',
         "t: four",
         't: {"output":"3","metadata":{}}',
+        't: {"output": "five", "exit_code": 0}',
         'a: web_search({"type": "search", "query": "q"})',
         'a: Found. tool_search({"query": "chart"})',
         "t: " + json.dumps([chart]),
@@ -318,6 +320,18 @@ def test_turns_that_were_taken_back_become_a_branch(tmp_path: Path) -> None:
     sessions, _ = run(tmp_path)
     assert words(sessions[THREAD]) == [*PLAIN_WORDS[:8], "u: no thanks", "a: Well."]
     assert words(sessions[f"{THREAD}~1"]) == ["s: Be brief.", "u: thanks", "a: Bye."]
+
+
+def test_who_went_back_and_left_takes_nothing_along(tmp_path: Path) -> None:
+    """A summary goes with what was answered after it."""
+    turns = [said(role, f"{role} {turn}") for turn in "AB" for role in ("user", "assistant")]
+    compacted = line("compacted", {"message": "In short."})
+    left = [event("thread_rolled_back", num_turns=2), said("user", "in other words")]
+    write(tmp_path, THREAD, [*PLAIN, compacted, *turns, *left])
+    sessions, report = run(tmp_path)
+    answered = ["u: user A", "a: assistant A", "u: user B", "a: assistant B"]
+    assert words(sessions[f"{THREAD}#2"])[1:] == ["u: In short.", *answered]
+    assert list(sessions) == [THREAD, f"{THREAD}#2"] and report.skipped_lines["no_response"] == 1
 
 
 def going_on(base: str, end: int, *turns: str, thread: str = THREAD, hour: int = 10) -> list[Record | str]:

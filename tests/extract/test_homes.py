@@ -82,6 +82,14 @@ def test_each_users_sessions_are_those_of_a_run_for_that_user(three: Path, tmp_p
     assert not [path for path in (tmp_path / "all").iterdir() if path.name.startswith(".")]
 
 
+def test_a_home_under_two_names_is_read_once(three: Path, tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(three / "ann")
+    named = (str(tmp_path / "link"), str(three / "ann"), f"{three}/../{three.name}/ann")
+    report = extract(ExtractOptions(tmp_path / "all", homes=named, test_frac=0.3), nothing)
+    once = extract(ExtractOptions(tmp_path / "one", homes=(str(three / "ann"),), test_frac=0.3), nothing)
+    assert report == once and sessions(tmp_path / "all").keys() == sessions(tmp_path / "one").keys()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("where", ["{three}/ann", "{three}/*"])
 def test_the_number_of_processes_changes_nothing(

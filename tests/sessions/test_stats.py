@@ -107,7 +107,7 @@ def test_what_is_refused(sessions: Path, tmp_path: Path) -> None:
     (tmp_path / "bad.jsonl").write_text("{}\n")
     (tmp_path / "again.jsonl").write_bytes(sessions.read_bytes())
     for names, model, words in (
-        ("s.jsonl t.parquet", None, "token files and sessions were given"),
+        ("s.jsonl t.parquet", None, "has files of several kinds"),
         ("t.parquet", NANO, "token files are in tokens already"),
         ("empty.jsonl", None, "no session has a turn of the model"),
         ("bad.jsonl", None, "bad.jsonl, line 1: no 'messages'"),
