@@ -6,6 +6,7 @@ Data goes to stdout; progress, notes and errors to stderr. What an exception bec
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Literal
@@ -384,9 +385,9 @@ def serve(
 
     config, learned = served.config(model, device, threads)
     deadlines = Deadlines(ready_s=ready_timeout, total_s=gen_timeout)
-    with progress_bars() as progress:
-        options = ServeOptions(config, host, port, api_key, deadlines, learned, api_key_file, tuple(allow_origin or ()))
-        run_server(options, progress)
+    options = ServeOptions(config, host, port, api_key, deadlines, learned, api_key_file, tuple(allow_origin or ()))
+    with ExitStack() as loading:  # a terminal that is stopped shall stop no server, so bars end where it begins
+        run_server(options, loading.enter_context(progress_bars()), lambda *_: loading.close())
 
 
 @command()

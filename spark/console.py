@@ -56,9 +56,14 @@ def is_stdout(path: Path | None) -> bool:
 
 
 def note(text: str) -> None:
-    """A line for the reader, on stderr."""
-    sys.stderr.write(plain(text) + "\n")
-    sys.stderr.flush()
+    """A line for the reader, on stderr. A full disk does not end what is said of; a reader who has left does."""
+    try:
+        sys.stderr.write(plain(text) + "\n")
+        sys.stderr.flush()
+    except BrokenPipeError:
+        raise
+    except OSError:
+        return
 
 
 def plain(text: str) -> str:

@@ -30,6 +30,7 @@ MAX_LINE_BYTES = 1 << 25
 MAX_TOKENS = 1 << 20  # tokens of one request
 MAX_STOP_TOKENS = 1024
 MAX_TOP_LOGPROBS = 20  # what OpenAI's API allows
+MAX_SHARED_BY = 1024
 MAX_TEXT_CHARS = 4096  # a session id, a path
 MAX_GRAMMAR_CHARS = 1 << 20  # schemas of a hundred tools are a tenth of it
 MAX_ID = (1 << 53) - 1  # the largest integer that every JSON reader keeps exact
@@ -55,6 +56,7 @@ class Generate:
         log-probability; None: neither. They are the model's: before penalties, temperature and grammar.
     same_prompt_as: id of a running request with the same `tokens`, which is read once for both; where there is none
         (any more), it changes nothing.
+    shared_by: how many more requests are to name this one so. Its prompt is kept for them while any of them runs.
     draft: whether tokens may be proposed that are checked beside the one that is due; it changes no token.
     prediction: tokens that may come in the reply, to propose from.
     kv_recall: what decoded tokens read of the context, where the engine reads a part; None: as it does by itself.
@@ -69,6 +71,7 @@ class Generate:
     reply_from: int | None = None
     logprobs: int | None = None
     same_prompt_as: int | None = None
+    shared_by: int = 0
     draft: bool = True
     prediction: tuple[int, ...] | None = None
     kv_recall: KVRecall | None = None
@@ -337,6 +340,7 @@ _FIELDS: dict[str, dict[str, tuple[type[Any], dict[str, Check]]]] = {
                 "reply_from": checks.optional(checks.integer(0, MAX_TOKENS)),
                 "logprobs": checks.optional(checks.integer(0, MAX_TOP_LOGPROBS)),
                 "same_prompt_as": checks.optional(_ID),
+                "shared_by": checks.integer(0, MAX_SHARED_BY),
                 "draft": checks.boolean,
                 "prediction": checks.optional(_INPUT),
                 "kv_recall": checks.optional(RECALL_CHECK),

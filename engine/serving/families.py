@@ -2,7 +2,8 @@
 
 A request names another one with the same tokens. The first of a family reads the prompt; the others wait until a fork
 of its cache is there (memory/kv.py) and the last row of logits, from which each draws its own first token. If the
-reader goes away before, the next in line reads; if there is no room for a fork, each reads for itself, in turn.
+reader goes away before, the next in line reads; if there is no room for a fork, each reads for itself, in turn. Where
+the first says how many are to name it, the fork is there for those, too, that come when the prompt has been read.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ class Kept:
 class Family:
     """name: the id by which the others call it. pending: ids of those that have no prompt yet, in the order they came.
 
-    members: ids of all that have not ended.
+    members: ids of all that have not ended. awaited: how many more are said to come.
     """
 
     name: int
@@ -35,6 +36,7 @@ class Family:
     drop: Callable[[Fork], None]
     pending: list[int] = field(default_factory=list)
     members: set[int] = field(default_factory=set)
+    awaited: int = 0
     _kept: Kept | None = None
 
     @property
@@ -45,8 +47,8 @@ class Family:
         return self._kept
 
     def wants(self, request_id: int) -> bool:
-        """Whether others wait for the prompt that a request has read."""
-        return self.kept is None and any(other != request_id for other in self.pending)
+        """Whether others wait for the prompt that a request has read, or will."""
+        return self.kept is None and (self.awaited > 0 or any(other != request_id for other in self.pending))
 
     def keep(self, kept: Kept) -> None:
         """Let the others go on from here."""
@@ -56,7 +58,11 @@ class Family:
         """A request has its prompt, or needs none any more; after the last the fork is dropped."""
         if request_id in self.pending:
             self.pending.remove(request_id)
-        if not self.pending and self._kept is not None:
+        self.drop_unneeded()
+
+    def drop_unneeded(self) -> None:
+        """Drop the fork where nobody is to go on from it any more: the others have begun, or all have ended."""
+        if self._kept is not None and not self.pending and not (self.awaited and self.members):
             self.drop(self._kept.fork)
             self._kept = None
 
@@ -73,6 +79,9 @@ class Families:
         self._of.pop(request.id, None)  # an id that is used again is another request
         named = request.same_prompt_as
         if named is None:
+            if request.shared_by:
+                first_of = Family(request.id, request.tokens, self._drop, awaited=request.shared_by)
+                self._join(first_of, request.id)
             return
         family = self._of.get(named)
         if family is None:
@@ -83,6 +92,7 @@ class Families:
             self._of[named] = family
         elif family.tokens != request.tokens:
             return
+        family.awaited = max(0, family.awaited - 1)
         self._join(family, request.id)
 
     def _join(self, family: Family, request_id: int) -> None:

@@ -16,7 +16,6 @@ import math
 import re
 import signal
 import socket
-import sys
 import threading
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Generator, Iterator, Mapping, Sequence
@@ -56,6 +55,7 @@ from spark.server.connections import ACCEPTED_AT_ONCE, Connections, room_for
 from spark.server.events import Counters, Feed
 from spark.server.generation import KEEP_ALIVE_S, Model
 from spark.server.guard import Guard, allowed_origin, is_loopback
+from spark.server.log import logging_to_stderr
 from spark.server.models import listing
 from spark.server.prompts import Prompt
 from spark.server.supervisor import Supervisor, aside
@@ -112,8 +112,7 @@ def serve(
     if api_key is None and not is_loopback(options.host):
         hint = "set --api-key-file or --api-key, or serve on 127.0.0.1"
         raise UsageError(f"--host {options.host} lets other machines in", hint=hint)
-    logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(name)s: %(message)s")
-    with _bind(options.host, options.port) as bound:
+    with logging_to_stderr(), _bind(options.host, options.port) as bound:
         tokenizer = load(options.config.model)
         supervisor = Supervisor(
             lambda: _daemon_command(options), options.deadlines, options.learned_profile, on_loading
@@ -129,8 +128,8 @@ def serve(
             url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
 
             def announce() -> None:
-                _log.info("%s is served at %s/v1", name, url)
                 on_serving(url, name, int(supervisor.ready.info["ctx_tokens"]))
+                _log.info("%s is served at %s/v1", name, url)
 
             _run(app, bound, announce)
         finally:

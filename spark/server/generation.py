@@ -124,6 +124,8 @@ class Model(Prompts):
                     if isinstance(sent, Exception):
                         raise sent
                     shared = sent
+                leads = generation is None and leader is not None and first
+                shared_by = prompt.conversation.choices - 1 if leads else 0
                 generation = Generation(
                     self._supervisor,
                     run.tokens,
@@ -136,6 +138,7 @@ class Model(Prompts):
                     prediction=prompt.prediction,
                     kv_recall=prompt.conversation.kv_recall,
                     shared=shared,
+                    shared_by=shared_by,
                 )
                 if leader is not None and first:
                     generation.sent.add_done_callback(functools.partial(_pass_on, leader))
@@ -295,6 +298,7 @@ class _Run:
         self._drafting: Drafted = {}  # of the one at hand, as far as it has told
         self._recall: Read | None = None  # likewise
         self._recalling: Read | None = None
+        self._before_answer: tuple[Drafted, Read | None] = {}, None  # what those of this one were of reasoning
         self._generation = 0  # how many there were before
         self._chars = 0  # that the parser was given
         self.first_s: float | None = None
@@ -403,6 +407,7 @@ class _Run:
             self._reasoning += 1
         if parser.reasoning or before:
             self._answer_at = len(self.tokens)
+            self._before_answer = self._drafting, self._recalling
         elif self._free and (parts[n:] or parser.ended):
             self._free = False
             if not self._calls(parts[n:]):  # a stop string is one of the answer, too
@@ -469,6 +474,7 @@ class _Run:
         del self.tokens[self._answer_at :]
         self.left += n
         self._completion -= n
+        self._drafting, self._recalling = self._before_answer
         self._text.flush()
         self._chars = 0
         if self._aligner is not None:
@@ -482,6 +488,7 @@ class _Run:
         self._generation += 1
         self._drafts, self._drafting = added_drafts(self._drafts, self._drafting), {}
         self._recall, self._recalling = added_recall(self._recall, self._recalling), None
+        self._before_answer = {}, None
         if self._grammar is not None:
             self._grammar = {key: value for key, value in self._grammar.items() if key not in ("after", "opens")}
 

@@ -22,6 +22,7 @@ from spark.speech.conversation import EFFORTS, Conversation, refusal
 from spark.speech.render import Opening, Renderer
 
 _CHARS_A_TOKEN = 32  # more than any text has on average
+_LIKELY_CHARS_A_TOKEN = 4  # for what is too long to be made tokens of
 # What a rendering takes is told in characters of plain text, of which some two million take a second.
 _SOON = 4096
 _SHORT = 1 << 18
@@ -31,11 +32,11 @@ _Result = TypeVar("_Result")
 
 
 class PromptTooLongError(ContextOverflowError):
-    """A prompt that leaves no room for a reply; figures: how long it is, how long it may be."""
+    """A prompt that leaves no room for a reply; figures: how long it is, how long it may be, as clients look for it."""
 
-    def __init__(self, n: int, most: int, unit: str = "tokens") -> None:
-        super().__init__(f"the prompt of {n} {unit} leaves no room in a context of {most}")
-        self.figures = f"{n} {unit} > {most} maximum"
+    def __init__(self, n: int, most: int, about: str = "") -> None:
+        super().__init__(f"the prompt of {about}{n} tokens leaves no room in a context of {most}")
+        self.figures = f"{n} tokens > {most} maximum"
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,7 +185,7 @@ class Prompts:
         """Refuse what is longer than any context may be, before it has to wait for its turn."""
         most, n = self.most_chars, self._length(conversation)
         if n > most and not isinstance(conversation.raw, tuple):
-            too_long = PromptTooLongError(n, most, "characters")
+            too_long = PromptTooLongError(n // _LIKELY_CHARS_A_TOKEN, self.ctx_tokens, f"{n} characters, likely ")
             too_long.field = "tools" if conversation.tool_chars > most else where
             raise too_long
 

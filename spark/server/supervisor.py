@@ -287,8 +287,9 @@ class Generation:
     The daemon's reader hands them over. There is no thread unless something has to be waited for: a daemon that
     starts, a pipe that is full, the end of a daemon that is lost.
 
-    grammar and the five fields after it: as `protocol.Generate` has them. shared: what was sent of another request with
-    the same prompt; its daemon alone is asked, dead or alive. sent: what was sent of this one, or why it could not be.
+    grammar and the five fields after it, shared_by: as `protocol.Generate` has them. shared: what was sent of another
+    request with the same prompt; its daemon alone is asked, dead or alive. sent: what was sent of this one, or why it
+    could not be.
     """
 
     def __init__(
@@ -305,6 +306,7 @@ class Generation:
         prediction: Sequence[int] | None = None,
         kv_recall: KVRecall | None = None,
         shared: SentRequest | None = None,
+        shared_by: int = 0,
     ) -> None:
         self._loop = asyncio.get_running_loop()
         self._mail = supervisor.mail(self._loop)
@@ -328,6 +330,7 @@ class Generation:
             reply_from=reply_from,
             logprobs=logprobs,
             same_prompt_as=None if shared is None else shared.id,
+            shared_by=shared_by,
             draft=draft,
             prediction=tuple(prediction) if prediction else None,
             kv_recall=kv_recall,

@@ -66,6 +66,29 @@ class Generation:
         self.cancelled = True
 
 
+def drafted(n: int) -> dict[str, dict[str, int]]:
+    """What a generation of so many tokens says that it had of drafts."""
+    return {"lookup": {"drafted": 2 * n, "accepted": n}}
+
+
+def recalled(n: int) -> dict[str, float]:
+    return {"tokens": n, "blocks": 3 * n, "read": 2 * n, "left_out_max": 0.5, "left_out_mean": 0.25}
+
+
+class Counting(Generation):
+    """One that says with each token what it took so far."""
+
+    def __init__(self, *args: Any, **more: Any) -> None:
+        super().__init__(*args, **more)
+        n = 0
+        for i, event in enumerate(self.events):
+            if isinstance(event, protocol.Tokens):
+                n += 1
+                self.events[i] = replace(event, drafts=drafted(n), recall=recalled(n))
+        done = self.events[-1]
+        self.events[-1] = replace(done, usage=replace(done.usage, drafts=drafted(n), recall=recalled(n)))
+
+
 class Clocked(Generation):
     """One whose events come at their times, by a clock of its own."""
 
@@ -208,7 +231,8 @@ def test_what_later_generations_are_told(monkeypatch: pytest.MonkeyPatch) -> Non
     _, finish = run(monkeypatch, "qwen35", backend, conversation)
     prompt = backend.asked[0][0]
     first, second = backend.more
-    same = {"seed": 3, "logprobs": 4, "draft": True, "prediction": tuple(b"so"), "kv_recall": None, "shared": None}
+    same = {"seed": 3, "logprobs": 4, "draft": True, "prediction": tuple(b"so"), "kv_recall": None, "shared": None,
+            "shared_by": 0}  # fmt: skip
     assert first == {**same, "reply_from": None} and second == {**same, "reply_from": len(prompt)}
     assert finish.usage.cached == 2 and finish.usage.prompt == len(prompt)  # as the first one said on the way
 
@@ -424,6 +448,19 @@ def test_a_later_call_to_a_tool_that_was_not_offered_ends_a_reply_with_a_form(
     # Without a form the client is told of all.
     parts, _ = run(monkeypatch, name, Backend(two + OTHERS[name]), replace(conversation, response_schema=None))
     assert len([part for part in whole(parts) if isinstance(part, WholeCall)]) == 3
+
+
+@pytest.mark.parametrize(("free", "reasoned"), [("so it is", 0), ("hm\n</think>\n\nso it is", 11), ("", 0)])
+def test_of_drafts_and_recall_what_is_taken_back_counts_for_nothing(
+    monkeypatch: pytest.MonkeyPatch, free: str, reasoned: int
+) -> None:
+    conversation = Conversation(ASKED, TOOLS, response_schema={}, reasoning=Reasoning(reasoned > 0), max_tokens=200)
+    backend = Backend(free, '{"a": 1}')
+    monkeypatch.setattr("tests.server.test_generation.Generation", Counting)
+    _, finish = run(monkeypatch, "qwen35", backend, conversation)
+    n = reasoned + 8
+    assert len(backend.asked) == 2 and finish.usage.completion == n
+    assert finish.usage.drafts == drafted(n) and finish.usage.recall == recalled(n)
 
 
 def test_a_free_beginning_that_ends_while_it_reasons(monkeypatch: pytest.MonkeyPatch) -> None:

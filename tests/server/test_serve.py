@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
-import logging
 import os
+import pty
+import select
 import signal
 import socket
 import subprocess
@@ -27,7 +29,7 @@ from spark.daemon.client import Deadlines
 from spark.server import app as server
 from spark.server.app import ServeOptions, serve
 from spark.server.supervisor import Supervisor
-from tests.command_line import NANO, refused
+from tests.command_line import NANO, SPARK, environment, refused
 from tests.fake_tokenizer import FakeTokenizer
 from tests.server.test_server import HERE, PATIENCE_S, body, events, fake, wait_until
 
@@ -167,7 +169,6 @@ def test_a_signal_as_soon_as_it_is_served(monkeypatch: pytest.MonkeyPatch) -> No
     late: list[int] = []
     before = signal.signal(signal.SIGTERM, lambda number, frame: late.append(number))
     try:
-        monkeypatch.setattr(logging, "basicConfig", lambda **options: None)  # that would outlive the test
         monkeypatch.setattr(server, "load", lambda model: FakeTokenizer())
         monkeypatch.setattr(server, "engine_command", lambda config: fake())
         options = ServeOptions(EngineConfig(Path("model.gguf")), port=0)
@@ -244,6 +245,37 @@ def test_a_server_that_is_to_ignore_hangups_does(tmp_path: Path) -> None:
         assert httpx.get(f"{url}/health", timeout=PATIENCE_S).status_code == 200
         process.send_signal(signal.SIGTERM)
         assert process.communicate(timeout=PATIENCE_S)[0] == "served\n"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["pipe", "terminal"])
+def test_a_log_that_nobody_reads_stops_no_server(tmp_path: Path, kind: str) -> None:
+    reader, writer = os.pipe() if kind == "pipe" else pty.openpty()
+    if kind == "pipe":
+        fcntl.fcntl(writer, fcntl.F_SETPIPE_SZ, 4096)  # about what a terminal takes
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    url = f"http://127.0.0.1:{port}"
+    command = [*SPARK, "serve", NANO, "--port", str(port), "--ctx", "512"]
+    with subprocess.Popen(command, cwd=tmp_path, env=environment(), stderr=writer) as process, httpx.Client() as client:
+        try:
+            wait_until(lambda: answers(f"{url}/health"))
+            asking, more = {"prompt": "a", "max_tokens": 1}, 50
+            while more:  # each is a line in the log
+                assert client.post(f"{url}/v1/completions", json=asking, timeout=PATIENCE_S).status_code == 200
+                more -= not select.select([], [writer], [], 0)[1]  # it is full
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(PATIENCE_S) == 0
+        finally:
+            process.kill()
+            os.close(reader)
+            os.close(writer)
+
+
+def answers(url: str) -> bool:
+    with contextlib.suppress(httpx.TransportError):
+        return httpx.get(url, timeout=PATIENCE_S).status_code == 200
+    return False
 
 
 @pytest.mark.slow

@@ -73,6 +73,14 @@ def drain(engine: Engine) -> list[Event]:
     raise AssertionError("it does not end")
 
 
+def until_tokens(engine: Engine, request_id: int) -> list[Event]:
+    events: list[Event] = []
+    while not any(isinstance(e, Tokens) and e.id == request_id for e in events):
+        events += engine.step()
+    assert not any(isinstance(e, Done) for e in events)
+    return events
+
+
 def replies(events: list[Event]) -> dict[int, list[Any]]:
     """Tokens of each request, with what is said of them."""
     found: dict[int, list[Any]] = {}
@@ -269,6 +277,43 @@ def test_one_that_comes_late_reads_for_itself(opened: Open, arch: str) -> None:
     assert engine.fed <= N  # one of the three
 
 
+@pytest.mark.parametrize("arch", ["qwen3moe", "qwen35"])
+@pytest.mark.parametrize("ended", [0, 1])
+def test_those_that_come_when_the_prompt_was_read_go_on_from_it(opened: Open, arch: str, ended: int) -> None:
+    """Where the first said that they would; a short prompt is read before they can be sent."""
+    engine = opened("cpu", arch)
+    requests = family(4, made=150)
+    expected = alone(engine, requests)
+    engine.fed = 0
+    engine.submit(replace(requests[0], shared_by=3))
+    events = until_tokens(engine, 1)
+    assert engine.fed == N
+    engine.submit(requests[1])
+    if ended:  # the others go on from it though the first has ended, as the second has not
+        events += until_tokens(engine, 2)
+        engine.cancel(1)
+        expected[1] = expected[1][: len(replies(events)[1])]
+    for request in requests[2:]:
+        engine.submit(request)
+    events += drain(engine)
+    assert replies([e for e in events if not isinstance(e, Error)]) == expected
+    assert engine.fed == N and not len(engine._families)
+
+
+def test_nothing_is_kept_for_those_that_never_come(opened: Open) -> None:
+    engine = opened("cpu")
+    (request,) = family(1, made=40)
+    for request_id in (1, 2):
+        engine.submit(replace(request, id=request_id, shared_by=3))
+        until_tokens(engine, request_id)
+        assert len(engine._families) == 1
+        if request_id == 2:
+            engine.cancel(2)
+        drain(engine)
+        assert not len(engine._families)
+    assert not engine.loaded.prefixes.forks.give_up()
+
+
 def test_a_name_with_other_tokens_is_not_of_the_family(opened: Open) -> None:
     engine = opened()
     requests = [*family(2), replace(family(1, PROMPT[1:], first=5)[0], same_prompt_as=1)]
@@ -335,7 +380,8 @@ def test_families_are_forgotten() -> None:
             families.end(request_id)
         else:
             named = None if rng.random() < 0.3 else int(rng.integers(0, 12))
-            request = Generate(request_id, (1, int(rng.integers(0, 2))), 1, same_prompt_as=named)
+            tokens, shared_by = (1, int(rng.integers(0, 2))), int(rng.integers(0, 4))
+            request = Generate(request_id, tokens, 1, same_prompt_as=named, shared_by=shared_by)
             families.add(request, alive.values())
             alive[request_id] = request
         for other in alive:
