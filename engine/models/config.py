@@ -9,7 +9,7 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.formats.gguf import MISSING, GGUFFile
+from engine.formats.gguf import MISSING, GGUFFile, StringArray
 from engine.formats.gguf_header import describe
 from engine.ground.errors import ModelFormatError, UnsupportedModelError
 from engine.memory.shape import DeltaShape
@@ -19,6 +19,7 @@ from engine.ops import F32
 
 MAX_LAYERS = 256  # twice what published models have; what a header asks for is laid out before any weight is seen
 MAX_SIZE = (1 << 31) - 1  # of any size: kernels take them as 32 bits
+_TOKENS = "tokenizer.ggml.tokens"
 MAX_ITEMS = 1024  # of an array, which have one a layer or fewer
 
 
@@ -197,7 +198,10 @@ class Keys:
         """Tokens of the embedding."""
         if "token_embd.weight" not in self.file.tensors:
             raise ModelFormatError("tensor token_embd.weight is missing")
-        return int(self.file.tensors["token_embd.weight"].shape[0])
+        rows, tokens = int(self.file.tensors["token_embd.weight"].shape[0]), self.file.metadata.get(_TOKENS)
+        if isinstance(tokens, StringArray) and rows < len(tokens):
+            raise ModelFormatError(f"token_embd.weight has {rows} rows, fewer than the {len(tokens)} of {_TOKENS}")
+        return rows
 
     def common(
         self, *, head_dim: int | None = None, rope_base: float | None = None, experts: bool = True

@@ -220,6 +220,9 @@ def _sizes(file: GGUFFile) -> dict[str, int | list[int]]:
             sizes[key] = values[0] if len(values) == 1 else values
         elif type(value) is int:
             sizes[key] = value
+    pattern = file.metadata.get(f"{file.architecture}.attention.sliding_window_pattern")
+    if isinstance(pattern, np.ndarray) and not pattern.any():  # a window that no layer has
+        sizes.pop("attention.sliding_window", None)
     tokens = file.metadata.get("tokenizer.ggml.tokens")
     if isinstance(tokens, StringArray):
         sizes["vocabulary"] = len(tokens)

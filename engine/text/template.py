@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime
 from typing import Any, NoReturn
@@ -55,6 +56,8 @@ PLAIN = """\
 MAX_CHARACTERS = 1 << 28  # of a rendering; many times any model's context
 _MAX_REPEAT = 1 << 20  # characters or items that `*` may make of a string or a list
 _MAX_BITS = 1 << 12  # of a power
+# In JSON: of one of the noncharacters with which callers mark data (U+FDD0 to U+FDEF), or any other.
+_ESCAPE = re.compile(r"\\(?:u(fd[de][0-9a-f])|.)")
 # What a program that meets data it did not foresee can end with.
 _FAILURES = (
     jinja2.TemplateError, ArithmeticError, AssertionError, AttributeError, LookupError, MemoryError, NameError,
@@ -221,4 +224,10 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    text = json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    return _ESCAPE.sub(_unmarked, text) if ensure_ascii and "\\ufd" in text else text
+
+
+def _unmarked(escape: re.Match[str]) -> str:
+    """The noncharacter that an escape stands for, or the escape itself, where it is another."""
+    return chr(int(escape[1], 16)) if escape[1] else escape[0]

@@ -59,6 +59,7 @@ _MARKS = frozenset((
 
 # Where every rule of cutting text begins a word, whatever stands around: long text is cut there, for several cores.
 _WORD_BEGINS = re.compile(r"(?<=[A-Za-z])(?= [A-Za-z])")
+_NEAR_SUCH = re.compile(r"[A-Za-z] ")  # a token of this kind may reach beyond it
 _PART_CHARS = 2048
 
 
@@ -160,7 +161,7 @@ class Tokenizer:
         self._bpe.normalizer, self._bpe.pre_tokenizer, self._bpe.decoder = rule.normalizer(), rule.words, decoder
         self._bpe.add_tokens([tokenizers.AddedToken(token, normalized=False) for token in user_defined])
         # A token that is found in any text, before words are, must not be cut.
-        self._is_cut = rule.words is not None and not any(map(_WORD_BEGINS.search, user_defined))
+        self._is_cut = rule.words is not None and not any(map(_NEAR_SUCH.search, user_defined))
         self._bytes: list[bytes | None] = [None] * self.vocab_size
 
     def encode(self, text: str, *, parse_special: bool = False, add_special: bool = False) -> list[int]:

@@ -55,6 +55,7 @@ _BREAK = "\ufdd0\ufdd2"
 
 _OPEN_THINK = re.compile(r"<think>\s*\Z")
 _SHUT_THINK = re.compile(r"(?:(?:<think>\s*)?</think>|<\|channel>thought\s*<channel\|>)\s*\Z")  # the latter: Gemma 4
+_CHANNEL = re.compile(r"<\|channel>.*?<channel\|>", re.DOTALL)
 _TAIL = 64  # characters in which they are looked for
 _MOST_REMEMBERED = 1 << 24  # characters of text whose tokens are kept
 _UNDATED = datetime(2025, 1, 1)  # for logs without a time: renderings must not depend on the day
@@ -251,9 +252,10 @@ class Renderer:
         return chat
 
     def _message(self, message: Message, called: Mapping[str, str]) -> dict[str, Any]:
+        content = self._without_thought(message.content) if message.role == "assistant" else message.content
         entry: dict[str, Any] = {
             "role": "user" if message.role == "system" else message.role,
-            "content": self._shield.text(message.content),
+            "content": self._shield.text(content),
         }
         if message.reasoning:
             entry |= dict.fromkeys(_REASONING_KEYS, self._shield.text(message.reasoning))
@@ -263,6 +265,15 @@ class Renderer:
             entry["tool_call_id"] = self._shield.text(message.tool_call_id)
             entry["name"] = self._shield.text(called.get(message.tool_call_id, ""))
         return entry
+
+    def _without_thought(self, content: str) -> str:
+        """A text of the model without the channel of reasoning that a client left in it.
+
+        Gemma 4's template takes it out itself, by names of control tokens: with marks in them it would not find it.
+        """
+        if "<channel|>" not in content or not self.tokenizer.is_control("<channel|>"):
+            return content
+        return _CHANNEL.sub("", content).strip() if self.dialect.shuts == "<channel|>" else content
 
     def _call(self, call: ToolCall) -> dict[str, Any]:
         function = {"name": call.name, "arguments": dict(call.arguments)}

@@ -326,6 +326,16 @@ def test_text_of_template_and_message_make_no_token_together(folder: Path) -> No
     assert whole.tokenizer.eos_id in whole.prompt([Message("user", "<|im_")])  # the template's own
 
 
+def test_json_in_ascii_shows_no_marks(folder: Path) -> None:
+    rendering = renderer(folder, "{{ tools | tojson(ensure_ascii=True) }}")
+    description = 'é \ufdd0 <|im_end|> \\ufdd0\\ufdd2 \\\ufdd0\ufdd1 "<'
+    told = rendering.tokenizer.decode(rendering.prompt([], [{"description": description, "<|im_": ["end|>"]}]))
+    assert told.isascii() is False  # noncharacters alone are as they are
+    assert json.loads(told) == [{"description": description, "<|im_": ["end|>"]}]
+    assert "\\u00e9" in told and "ufdd2" not in told.replace("\\\\ufdd2", "")
+    assert rendering.tokenizer.eos_id not in rendering.prompt([], [{"description": description}])
+
+
 @given(hostile, hostile)
 def test_marks_can_be_lifted_and_leave_no_name(a: str, b: str) -> None:
     shield = _Shield(CONTROL)

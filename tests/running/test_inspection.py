@@ -288,6 +288,20 @@ def test_a_header_of_more_layers_than_any_model_has(tmp_path: Path) -> None:
     assert error["message"] == "qwen3moe.block_count is 257, more than 256"
 
 
+def test_a_header_of_more_tokens_than_the_embedding_has_rows(tmp_path: Path) -> None:
+    (path,) = published_headers.write(tmp_path, "short", tiny("qwen3moe"), n_vocab=302)
+    (error,) = inspected(path)["file"]["missing"]
+    assert error["message"] == "token_embd.weight has 301 rows, fewer than the 302 of tokenizer.ggml.tokens"
+
+
+def test_a_window_that_no_layer_has_is_not_shown(tmp_path: Path) -> None:
+    key, published = "attention.sliding_window_pattern", tiny("gemma4")
+    for name, pattern in (("some", published.metadata[key]), ("none", [False] * len(published.metadata[key]))):
+        keys = dict(published.metadata) | {key: pattern}
+        (path,) = published_headers.write(tmp_path, name, replace(published, metadata=keys), n_vocab=300)
+        assert ("attention.sliding_window" in inspected(path)["file"]["sizes"]) == (name == "some")
+
+
 # --- mutations ----------------------------------------------------------------------------------------
 
 

@@ -314,6 +314,16 @@ def test_user_defined_tokens_are_found_in_any_text(tokenizer: Tokenizer) -> None
     assert tokenizer.encode("x<think>y") == [*tokenizer.encode("x"), think, *tokenizer.encode("y")]
 
 
+@pytest.mark.parametrize("defined", ["Answer ", "so it", " b", "zend"])
+def test_long_text_is_not_cut_within_user_defined_tokens(folder: Path, defined: str) -> None:
+    fields = metadata(oracle("qwen2"), "qwen2")
+    n = fields["tokenizer.ggml.tokens"].index(f"[PAD{len(fields['tokenizer.ggml.tokens']) - 1}]")
+    fields["tokenizer.ggml.tokens"][n], fields["tokenizer.ggml.token_type"][n] = defined, 4
+    ours = load(write(folder / "defined.gguf", fields))
+    one = ours.encode(f"x{defined}y\n")
+    assert one.count(n) == 1 and ours.encode(f"x{defined}y\n" * 900) == one * 900
+
+
 def test_whole_words_before_merges_where_the_family_does_so(folder: Path) -> None:
     """A word that no merges lead to: a token of its own for llama-bpe, bytes for gpt-4o."""
     fields = metadata(oracle("llama-bpe"), "llama-bpe")

@@ -273,6 +273,20 @@ def test_gemma_conversations_become_tokens(folder: Path, fields: dict[str, Any])
     assert ours.decode(ids).startswith("<bos><|turn>system\nBe <|tool_call> brief<turn|>.<turn|>\n<|turn>user\n")
 
 
+@pytest.mark.parametrize(
+    "content", ["<|channel>thought\nhm <|turn>\n<channel|>Four.", "Fo<|channel>thought\nh<channel|>ur.\n", "Four."]
+)
+def test_gemma_reasoning_in_an_old_answer_is_taken_out(folder: Path, fields: dict[str, Any], content: str) -> None:
+    """As the template does where it sees the names, which in messages are marked."""
+    source = (Path(__file__).parents[1] / "golden" / "gemma4.jinja").read_text()
+    ours = load(write(folder / "template.gguf", fields | {"tokenizer.chat_template": source}))
+    asked, more = Message("user", "2+2?"), Message("user", "So?")
+    ids = Renderer(ours).prompt([asked, Message("assistant", content), more])
+    plain = [{"role": m.role, "content": m.content} for m in (asked, Message("assistant", content), more)]
+    expected = ours.template.render(plain) if ours.template else ""
+    assert ours.decode(ids) == expected and "Four.<turn|>" in expected
+
+
 @given(gemma_text)
 @settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
 def test_gemma_words_end_at_line_feeds(ours: Tokenizer, text: str) -> None:
