@@ -268,6 +268,7 @@ def main() -> None:
     parser.add_argument("--workers", type=int, help="processes that make batches; 4 beside a GPU")
     parser.add_argument("--seed", type=int, default=1)
     o = parser.parse_args()
+    sys.argv = ["OUT" if word == str(o.out) else word for word in sys.argv]  # a folder of this machine's is no figure
     cuda = o.device == "cuda" or (o.device == "auto" and torch.cuda.is_available())
     torch.manual_seed(o.seed)
     sizes = SMALL if o.small else LARGE

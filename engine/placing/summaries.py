@@ -177,14 +177,14 @@ def left_out(read: F64, at_most: F64) -> F64:
         return np.asarray(1.0 / (1.0 + np.exp(read - at_most)))
 
 
-def log_sum(values: F64, axis: int = -1) -> F64:
-    """The logarithm of a sum of exponentials; -inf for none."""
-    if values.shape[axis] == 0:
-        return np.full(np.delete(values.shape, axis), -np.inf)
-    top = values.max(axis=axis, keepdims=True)
+def log_sum(values: F64) -> F64:
+    """The logarithm of a sum of exponentials, over the last axis; -inf for none."""
+    if values.shape[-1] == 0:
+        return np.full(values.shape[:-1], -np.inf)
+    top = values.max(axis=-1, keepdims=True)
     top = np.where(np.isfinite(top), top, 0.0)
     with np.errstate(divide="ignore"):
-        return np.asarray(np.squeeze(top, axis) + np.log(np.exp(values - top).sum(axis=axis)))
+        return np.asarray(top[..., 0] + np.log(np.exp(values - top).sum(axis=-1)))
 
 
 def _products(q: F64, keys: F64) -> F64:

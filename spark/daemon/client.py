@@ -338,7 +338,7 @@ class DaemonClient:
             raise
 
     def send_at_once(
-        self, request: protocol.Request, inbox: Inbox, wanted: Callable[[], bool] = lambda: True
+        self, request: protocol.Request, inbox: Inbox, wanted: Callable[[], bool]
     ) -> Callable[[], None] | None:
         """The same as far as it waits for nothing; what is left to do in a thread that may wait, if anything is.
 

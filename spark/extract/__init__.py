@@ -23,7 +23,7 @@ from spark import storage
 from spark.extract import claude, codex
 from spark.extract.intake import Intake
 from spark.extract.messages import Outgoing, messages
-from spark.extract.report import ESTIMATE, Report, Tally, estimate_tokens
+from spark.extract.report import ESTIMATE, Report, Tally
 from spark.extract.roots import Group, group_claude, group_codex, list_logs
 from spark.speech.sessions import Message, SessionWriter, publish, root_of, split_rank
 
@@ -51,36 +51,25 @@ class ExtractOptions:
     homes: tuple[str, ...] = ()
 
 
-def extract(
-    options: ExtractOptions,
-    progress: Callable[[int, int], None],
-    *,
-    count_tokens: Callable[[str], int] | None = None,
-) -> Report:
+def extract(options: ExtractOptions, progress: Callable[[int, int], None]) -> Report:
     """Read the logs and write train.jsonl and test.jsonl, both whole or neither.
 
-    progress: called with bytes read and bytes in all. count_tokens: counts for the report; without it
-    tokens are estimated. A fraction between 0 and 1 leaves a root session on each side if there are two.
-    Raises what `storage.folder` does for a URL, UsageError for a fraction out of range and for an output that is one of
-    the logs, FileFormatError where there are no logs or no sessions in them, SparkError when the output cannot be
-    written; files that were there are left as they were.
+    progress: called with bytes read and bytes in all. A fraction between 0 and 1 leaves a root session on each side if
+    there are two. Raises what `storage.folder` does for a URL, UsageError for a fraction out of range and for an output
+    that is one of the logs, FileFormatError where there are no logs or no sessions in them, SparkError when the output
+    cannot be written; files that were there are left as they were.
     """
     if not 0 <= options.test_frac <= 1:
         raise UsageError(f"the test fraction is {options.test_frac}, expected 0 to 1")
     if options.homes:
         from spark.extract import homes
 
-        return homes.extract(options, progress, count_tokens or estimate_tokens)
+        return homes.extract(options, progress)
     with storage.folder(options.out_dir, FILES) as out_dir:
-        return _extract(options, out_dir, progress, count_tokens)
+        return _extract(options, out_dir, progress)
 
 
-def _extract(
-    options: ExtractOptions,
-    out_dir: Path,
-    progress: Callable[[int, int], None],
-    count_tokens: Callable[[str], int] | None,
-) -> Report:
+def _extract(options: ExtractOptions, out_dir: Path, progress: Callable[[int, int], None]) -> Report:
     total = done = 0
 
     def advance(size: int) -> None:
@@ -89,7 +78,7 @@ def _extract(
         progress(min(done, total), total)
 
     intake = Intake(redact=options.redact, advance=advance, spool_dir=out_dir)
-    tally = Tally(count_tokens or estimate_tokens)
+    tally = Tally()
     homes = _homes(options)
     logs = {family: list_logs(folders, FOLDERS[family], intake) for family, folders in homes.items()}
     check_logs(out_dir, homes, [path for files in logs.values() for path, _ in files], intake)
@@ -102,12 +91,10 @@ def _extract(
     except OSError as error:  # of the folder or the spool; a log that cannot be read is counted
         message = f"{out_dir} cannot be written: {error.strerror}"
         raise SparkError(message, hint="choose another --out-dir") from error
-    return reported(sum(map(len, logs.values())), sessions, tally, intake, count_tokens)
+    return reported(sum(map(len, logs.values())), sessions, tally, intake)
 
 
-def reported(
-    n_files: int, sessions: dict[str, int], tally: Tally, intake: Intake, count_tokens: Callable[[str], int] | None
-) -> Report:
+def reported(n_files: int, sessions: dict[str, int], tally: Tally, intake: Intake) -> Report:
     """What a run counted, as a report."""
     return Report(
         files=n_files,
@@ -116,7 +103,7 @@ def reported(
         tokens=dict(sorted(tally.tokens.items())),
         prompt_tokens=tally.prompt_percentiles(),
         context_tokens=tally.context_percentiles(),
-        token_counter=ESTIMATE if count_tokens in (None, estimate_tokens) else "tokenizer",
+        token_counter=ESTIMATE,
         skipped_lines=dict(sorted(intake.skipped.items())),
         dropped_blocks=dict(sorted(intake.dropped.items())),
         dropped_content=intake.kinds.largest(),

@@ -69,7 +69,6 @@ class _Home:
     size: int
     out_dir: Path
     options: ExtractOptions
-    count_tokens: Callable[[str], int]
     logs: _Logs | None = None
 
 
@@ -88,9 +87,7 @@ def mark_of(home: str) -> str:
     return f"u{hashlib.sha256(home.encode(errors='surrogateescape')).hexdigest()[:8]}"
 
 
-def extract(
-    options: ExtractOptions, progress: Callable[[int, int], None], count_tokens: Callable[[str], int]
-) -> Report:
+def extract(options: ExtractOptions, progress: Callable[[int, int], None]) -> Report:
     """Read the logs of all homes and write train.jsonl and test.jsonl, both whole or neither.
 
     progress: called with the homes that are read, and their number. Raises what `spark.extract.extract` does;
@@ -110,8 +107,8 @@ def extract(
         n_cores = _cores()
         # Where there are fewer homes than cores several processes read one, which is fetched once.
         trees = [stack.enter_context(storage.tree(home, LOGS)) if len(found) < n_cores else home for home in found]
-        work = _dealt(found, [str(each) for each in trees], n_cores, scratch, out_dir, options, count_tokens)
-        tally, intake, n_files = Tally(count_tokens), Intake(options.redact, lambda _: None, out_dir), 0
+        work = _dealt(found, [str(each) for each in trees], n_cores, scratch, out_dir, options)
+        tally, intake, n_files = Tally(), Intake(options.redact, lambda _: None, out_dir), 0
         with Sides(out_dir, options.test_frac) as sides:
             progress(0, len(found))
             n_sessions = 0
@@ -141,7 +138,7 @@ def extract(
             if not n_sessions:
                 raise no_session(intake)
             sessions = sides.publish()
-    return reported(n_files, sessions, tally, intake, count_tokens)
+    return reported(n_files, sessions, tally, intake)
 
 
 def _same(home: str) -> str:
@@ -169,8 +166,7 @@ def _cores() -> int:
 
 
 def _dealt(
-    homes: Sequence[str], trees: Sequence[str], n_cores: int, scratch: Path, out_dir: Path, options: ExtractOptions,
-    count_tokens: Callable[[str], int],
+    homes: Sequence[str], trees: Sequence[str], n_cores: int, scratch: Path, out_dir: Path, options: ExtractOptions
 ) -> list[list[_Home]]:  # fmt: skip
     """What processes are given, by home: several parts of one that would keep a core busy when the others are done."""
     logs = [_logs(tree, options) for tree in trees]
@@ -178,7 +174,7 @@ def _dealt(
     total, made = max(1, sum(sizes)), []
     for i, (home, tree, size) in enumerate(zip(homes, trees, sizes, strict=True)):
         n = max(1, min(n_cores, round(n_cores * size / total)))
-        whole = _Home(mark_of(home), tree, scratch, 0, n, size // n, out_dir, options, count_tokens)
+        whole = _Home(mark_of(home), tree, scratch, 0, n, size // n, out_dir, options)
         divided = replace(whole, logs=logs[i]) if n > 1 else whole
         made.append([replace(divided, part=k, out=scratch / f"{i}.{k}.jsonl") for k in range(n)])
     return made
@@ -230,7 +226,7 @@ def _begin() -> None:
 def _read(home: _Home) -> _Read:
     """Read one home, or a part of it."""
     intake = Intake(home.options.redact, _nothing, home.out.parent)
-    tally = Tally(home.count_tokens)
+    tally = Tally()
     ids: set[str] = set()
     with storage.tree(home.url, LOGS) as folder, SessionWriter(home.out) as writer:
         writer.open()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from array import array
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,8 +55,7 @@ class Report:
 class Tally:
     """Counts messages and tokens of sessions as they are written."""
 
-    def __init__(self, count_tokens: Callable[[str], int]) -> None:
-        self._count = count_tokens
+    def __init__(self) -> None:
         self._context = 0
         self._prompts = array("Q")
         self._contexts = array("Q")
@@ -74,12 +72,12 @@ class Tally:
             self._contexts.append(self._context)
             calls = (_to_json([c.name, c.arguments]) for c in message.tool_calls)
             counts = {
-                "assistant": self._count(message.content),
-                "reasoning": self._count(message.reasoning),
-                "tool_call": sum(self._count(call) for call in calls),
+                "assistant": estimate_tokens(message.content),
+                "reasoning": estimate_tokens(message.reasoning),
+                "tool_call": sum(estimate_tokens(call) for call in calls),
             }
         else:
-            counts = {message.role: self._count(message.content)}
+            counts = {message.role: estimate_tokens(message.content)}
             if typed:
                 self._prompts.append(counts["user"])
         for name, count in counts.items():

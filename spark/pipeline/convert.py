@@ -55,11 +55,10 @@ _PARTS = {
 
 @dataclass(frozen=True, slots=True)
 class Converted:
-    """What was written: layers of the drafter, those of its target that it reads, tensors, bytes."""
+    """What was written: layers of the drafter, those of its target that it reads, bytes."""
 
     n_layer: int
     captured: tuple[int, ...]
-    n_tensors: int
     n_bytes: int
 
 
@@ -184,7 +183,7 @@ def convert(folder: Path, out: Path, quantization: Quantization, progress: Progr
             progress(done, sum(sizes.values()))
         n_bytes = file.tell()
     captured = tuple(i - 1 for i in keys[f"{ARCH}.target_layers"])
-    return Converted(keys[f"{ARCH}.block_count"], captured, len(shapes), n_bytes)
+    return Converted(keys[f"{ARCH}.block_count"], captured, n_bytes)
 
 
 # --- the configuration --------------------------------------------------------------------------------

@@ -51,7 +51,7 @@ from spark.apis.kept import Kept
 from spark.daemon.client import Deadlines, OnLoading, engine_command
 from spark.server import metrics, page
 from spark.server.board import Board, RequestRow
-from spark.server.connections import ACCEPTED_AT_ONCE, Connections, room_for
+from spark.server.connections import ACCEPTED_AT_ONCE, Connections, room
 from spark.server.events import Counters, Feed
 from spark.server.generation import KEEP_ALIVE_S, Model
 from spark.server.guard import Guard, allowed_origin, is_loopback
@@ -204,7 +204,7 @@ class _Server(uvicorn.Server):
     """
 
     def __init__(self, app: Starlette) -> None:
-        self.connections = Connections(room_for(), app.state.allow_origins)
+        self.connections = Connections(room(), app.state.allow_origins)
         http: Any = self.connections.protocol  # what uvicorn wants is called, whatever it is
         config = uvicorn.Config(
             app, http=http, ws="none", backlog=ACCEPTED_AT_ONCE, log_config=None, log_level="error", access_log=False

@@ -46,17 +46,17 @@ _ABSOLUTE = re.compile(rb"(?i:http)://([^/?#@]+)((?:[/?].*)?)")
 _log = logging.getLogger(__name__)
 
 
-def room_for(most: int = MAX_CONNECTIONS) -> int:
+def room() -> int:
     """Raise this process's limit of open files, if it can be, and say how many connections that allows."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = most + SPARE_FILES
+    wanted = MAX_CONNECTIONS + SPARE_FILES
     if hard != resource.RLIM_INFINITY:
         wanted = min(wanted, hard)
     if soft != resource.RLIM_INFINITY and soft < wanted:
         with contextlib.suppress(OSError, ValueError):  # macOS has limits of its own
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return most if soft == resource.RLIM_INFINITY else max(1, min(most, soft - SPARE_FILES))
+    return MAX_CONNECTIONS if soft == resource.RLIM_INFINITY else max(1, min(MAX_CONNECTIONS, soft - SPARE_FILES))
 
 
 class Connections:

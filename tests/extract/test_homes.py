@@ -18,7 +18,6 @@ from engine.ground.errors import FileFormatError, SparkError, UsageError
 from spark.extract import ExtractOptions, extract, groups_of, homes
 from spark.extract.homes import mark_of
 from spark.extract.intake import Intake
-from spark.extract.report import estimate_tokens
 from spark.speech.sessions import read_sessions, root_of, split_rank
 from tests.command_line import SAMPLES, children, none_left, refused, spark, started, until
 from tests.object_store import object_store
@@ -102,7 +101,7 @@ def test_the_number_of_processes_changes_nothing(
         given = ExtractOptions(tmp_path / str(n_cores), homes=(where.format(three=three),), test_frac=0.3)
         reports.append(extract(given, nothing).to_json())
         dealt = homes._dealt(
-            [str(three / "ann")], [str(three / "ann")], n_cores, tmp_path, tmp_path, given, estimate_tokens
+            [str(three / "ann")], [str(three / "ann")], n_cores, tmp_path, tmp_path, given
         )
         parts.append(len(dealt[0]))
     assert parts == [1, 5] and reports[0] == reports[1] and reports[0]["dropped_content"]
@@ -115,7 +114,7 @@ def test_logs_that_grow_meanwhile_are_each_read_once(three: Path, tmp_path: Path
     logs = home(tmp_path / "home", "claude") / ".claude" / "projects" / "-home-dev-cpython"
     options, out = ExtractOptions(tmp_path), tmp_path / "out"
     out.mkdir()
-    (work,) = homes._dealt([str(logs.parents[2])], [str(logs.parents[2])], 3, out, out, options, estimate_tokens)
+    (work,) = homes._dealt([str(logs.parents[2])], [str(logs.parents[2])], 3, out, out, options)
     assert len(work) == 3
     expected = [session_id for _, session_id in homes._read(replace(work[0], part=0, parts=1)).sessions]
     found = []

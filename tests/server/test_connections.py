@@ -259,7 +259,7 @@ def test_many_idle_connections_beside_a_request(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_room_for_connections_lies_below_the_limit_of_files() -> None:
-    code = "from spark.server.connections import *; import resource; print(room_for(), resource.getrlimit(7)[0])"
+    code = "from spark.server.connections import *; import resource; print(room(), resource.getrlimit(7)[0])"
     for start, room, files in (
         (limited(200, hard=True), 136, 200), (limited(200, hard=False), 4096, 4160), ((), 4096, None),
     ):  # fmt: skip
