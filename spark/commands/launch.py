@@ -89,8 +89,8 @@ def claude(
 ) -> tuple[list[str], dict[str, str]]:
     """Say with which arguments and in which environment Claude Code runs; folder: for files that it needs.
 
-    Of both a user's settings may have others in their `env`, which count more than the environment; those that are
-    named when it is started count more than these. Raises SparkError where `arguments` name some that cannot be read.
+    A user's settings may set the same variables in their `env`, which counts more than the environment. So they are in
+    a file for `--settings`, too, which counts more than either. Raises SparkError where `arguments` name some that cannot be read.
     """
     told = {
         "ANTHROPIC_BASE_URL": served.url,

@@ -149,8 +149,14 @@ def test_a_session_that_is_twice_in_a_file_is_refused(tmp_path: Path) -> None:
     assert list(different([Found(str(path), path)])) == sessions[:2]
 
 
-def test_of_windows_without_a_name_nothing_is_said_before_they_are_read(tmp_path: Path) -> None:
-    look_over(read_tokens(write_names(tmp_path / "t.parquet", [(None, 0), ("a", None), (None, 0), ("a", None)])))
+def test_of_windows_without_a_name_nothing_is_said_before_they_are_read(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = read_tokens(write_names(tmp_path / "t.parquet", [(None, 0), ("a", None), (None, 0), ("a", None)]))
+    look_over(file)
+    assert capsys.readouterr().err == ""
+    with pytest.raises(FileFormatError):
+        list(file)
 
 
 def test_a_session_whose_id_is_too_long_for_the_engine_is_counted_under_a_shorter_one(

@@ -412,10 +412,15 @@ def test_valid_json_stays_as_it_is(value: dict, ascii_only: bool, rest: str) -> 
     assert reader.rest == rest
 
 
-@given(st.text(alphabet='{}[]",:\\u0a1-. tn\n', max_size=20))
-def test_what_is_given_out_is_json_if_it_ends(text: str) -> None:
+@given(st.dictionaries(st.text(max_size=5), JSON, max_size=3), st.data())
+def test_what_is_given_out_is_json_if_it_ends(value: dict, data: st.DataObject) -> None:
+    """Of an object in which characters were changed."""
+    text = list(json.dumps(value))
+    for _ in range(data.draw(st.integers(0, 3))):
+        at = data.draw(st.integers(1, len(text)))
+        text[at : at + data.draw(st.integers(0, 2))] = data.draw(st.text(alphabet='{}[]",:\\u0a1-. tn\n', max_size=2))
     reader = JSONObject()
-    made = reader.push("{" + text)
+    made = reader.push("".join(text) + "}")
     if reader.done:
         json.loads(made)
 

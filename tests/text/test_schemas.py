@@ -372,7 +372,8 @@ def test_a_list_of_items_keeps_what_follows_it(vocabulary: Vocabulary) -> None:
 def test_lists_of_gemma_may_say_that_items_may_be_alike(vocabulary: Vocabulary) -> None:
     parameters = {"type": "object", "properties": {"a": {"type": "array", "uniqueItems": False, "items": ONE}}}
     wanted = {"kind": "tool_call", "format": "gemma4", "tools": [{"name": "t", "parameters": parameters}]}
-    Judge(wanted, vocabulary)
+    judge = Judge(wanted, vocabulary)
+    assert judge.accepts("<|tool_call>call:t{a:[1,1]}<tool_call|>") and not judge.accepts("<|tool_call>call:t{a:2}")
 
 
 MANY = {"type": "object", "properties": {f"q{j}": {"enum": [1, 2, 3]} for j in range(30)}}
