@@ -90,7 +90,8 @@ def claude(
     """Say with which arguments and in which environment Claude Code runs; folder: for files that it needs.
 
     A user's settings may set the same variables in their `env`, which counts more than the environment. So they are in
-    a file for `--settings`, too, which counts more than either. Raises SparkError where `arguments` name some that cannot be read.
+    a file for `--settings`, too, which counts more than either. Raises SparkError where `arguments` name some that
+    cannot be read.
     """
     told = {
         "ANTHROPIC_BASE_URL": served.url,
