@@ -1,12 +1,16 @@
 """How many tokens of each reply's draft a step gets: those that let the replies go on fastest, as far as is known here.
 
-A step with some tokens of a reply's draft gives it one token and those of the draft that stay. How many stay its source
-says, where it judges its drafts by itself; else it is expected from how drafts of the same source and grade fared
-lately, position by position: this reply's own, and as long as those are few all replies' (`Chances`). A drafter that
-says how sure it was of each token is asked for a draft first, and then as much of it is taken as goes furthest
-(`Gate.cut`, `Confidence`); whether to ask is known from what came of that. What a step takes is expected from steps
-with as many (`Costs`). The tokens taken are those with the largest sum of log(tokens / seconds) over the replies that
-share the step: for one it is its speed, and of several none is slowed for another's sake by more than the other gains.
+A step with some tokens of a reply's draft gives it one token, and those of the draft that stay. It is expected
+
+- how many stay. A source that judges its drafts says so. Else it follows from how drafts of the same source and grade
+  fared lately, position by position: this reply's own, and as long as those are few all replies' (`Chances`).
+- what the step takes: what steps with as many tokens took (`Costs`).
+
+Of a drafter that says how sure it was of each token the draft comes first, and as much of it is taken as goes furthest
+(`Gate.cut`, `Confidence`). Whether to ask it at all is known from what came of such drafts.
+
+The tokens taken have the largest sum of log(tokens / seconds) over the replies that share the step. For one reply that
+is its speed; of several none is slowed for another's sake by more than the other gains.
 
 What has fared badly is tried again once in a while, for it may fare better now: such a trial is paid from TRIAL_SHARE
 of the time that replies decode, so it never costs more. Trials with a bounded loss are Cascade's (arXiv 2506.20675).

@@ -18,12 +18,13 @@ from engine.placing.misses import IDLE_STEPS, IDLE_TIMES, LAYER_US, LEAST_GAIN, 
 
 AWAKE_S = 0.05  # that threads look for work behind such a step: it may take that long, where much misses
 WINDOW_JOBS = 256  # after which what came of them is looked at: some steps
-# After a window, and so many steps, of which some are under way when the table changes, the CPU gets more where layers
-# waited for its answers for less than that part of what PCIe takes for an expert, and less where they waited for longer
-# than the other part of what one takes on the faster side (claims are in order, so no more than the CPU's last expert
-# is waited for), or where more jobs than that were taken back; by so much, within so much of what was measured.
-FOLLOW_STEPS, SHORT_WAIT, LONG_WAIT, FEW_TAKEN = 8, 0.1, 0.5, 0.05
-FASTER, SLOWER, MOST_DRIFT = 0.95, 1.1, 3.0
+FOLLOW_STEPS = 8  # that a window lasts besides, as some are under way when the table changes
+# How the CPU's cost follows a window. Claims are in order, so a layer waits for the CPU's last expert and no other.
+SHORT_WAIT = 0.1  # of an expert over PCIe: where layers waited for less, the CPU gets more
+LONG_WAIT = 0.5  # of an expert on the faster side: where they waited for longer, it gets less
+FEW_TAKEN = 0.05  # of the jobs: where more were taken back, it gets less
+FASTER, SLOWER = 0.95, 1.1  # by which its cost changes then
+MOST_DRIFT = 3.0  # from what was measured, either way
 GAIN = 0.5  # of what PCIe takes for an expert, as a rule, where the CPU computes it: the other side works meanwhile
 
 _log = logging.getLogger(__name__)
