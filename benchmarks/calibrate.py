@@ -26,7 +26,8 @@ from engine.formats.gguf import open_model  # noqa: E402
 from engine.ground.config import EngineConfig  # noqa: E402
 from engine.placing import policies  # noqa: E402
 from spark.daemon.client import Deadlines  # noqa: E402
-from spark.pipeline.calibrate import CalibrateOptions, calibrate  # noqa: E402
+from spark.pipeline.calibrate import calibrate  # noqa: E402
+from spark.pipeline.checkpoints import CalibrateOptions  # noqa: E402
 from spark.pipeline.tokens import Origin, Window, write_windows  # noqa: E402
 from spark.results import provenance, write_json  # noqa: E402
 

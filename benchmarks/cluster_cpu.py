@@ -25,7 +25,8 @@ from spark.cluster import calibrating  # noqa: E402
 from spark.cluster.options import ClusterOptions  # noqa: E402
 from spark.daemon.client import Deadlines  # noqa: E402
 from spark.extract import ExtractOptions, extract  # noqa: E402
-from spark.pipeline.calibrate import CalibrateOptions, calibrate  # noqa: E402
+from spark.pipeline.calibrate import calibrate  # noqa: E402
+from spark.pipeline.checkpoints import CalibrateOptions  # noqa: E402
 from spark.pipeline.tokens import tokenize  # noqa: E402
 from spark.results import write_json  # noqa: E402
 

@@ -35,7 +35,8 @@ from spark.cluster.pool import Place, Ready, Task  # noqa: E402
 from spark.cluster.worker import Counting, CountingWorker, Counts, Recorded  # noqa: E402
 from spark.daemon.client import Deadlines  # noqa: E402
 from spark.extract import ExtractOptions, extract  # noqa: E402
-from spark.pipeline.calibrate import CalibrateOptions, Run, Tally  # noqa: E402
+from spark.pipeline.calibrate import Run  # noqa: E402
+from spark.pipeline.checkpoints import CalibrateOptions, Tally  # noqa: E402
 from spark.pipeline.sample import Sample  # noqa: E402
 from spark.pipeline.tokens import TokensFile, Window, read_tokens, tokenize  # noqa: E402
 from spark.results import write_json  # noqa: E402

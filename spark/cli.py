@@ -226,19 +226,20 @@ def calibrate(
     from spark.commands.tables import show_calibration
     from spark.daemon.client import Deadlines
     from spark.pipeline import calibrate as calibration
+    from spark.pipeline import checkpoints
 
     # Of a profile that goes to other storage the checkpoint is here, under its name.
     target = (default_path(model) if out is None else local(out)) or Path(str(out).rpartition("/")[2])
     url = "" if out is None or local(out) is not None else out
     trace_url = "" if trace is None or local(trace) is not None else trace
-    trace_dir = calibration.staging_path(target) if trace_url else None if trace is None else local(trace)
+    trace_dir = checkpoints.staging_path(target) if trace_url else None if trace is None else local(trace)
     # No placement changes what is counted; as many experts are resident as fit.
     config = EngineConfig(model=model, device=device, policy=policies.UNIFORM.name, vram_gib=vram, threads=threads)
     deadlines = Deadlines(ready_s=ready_timeout, total_s=gen_timeout)
     spread_over = cluster(device, ray, workers, worker_gpus, model_on_workers)
     try:
         with progress_bars() as progress:
-            options = calibration.CalibrateOptions(
+            options = checkpoints.CalibrateOptions(
                 data, target, count, generate, trace_dir, hidden, max_tokens, resume, url, trace_url
             )
             if spread_over is None:
@@ -248,8 +249,8 @@ def calibrate(
 
                 report = calibrating.run(config, options, spread_over, deadlines, progress)
     except (KeyboardInterrupt, SystemExit, SparkError) as error:
-        if calibration.counted_by(target) and not isinstance(error, UsageError):  # which comes before there is work
-            note(f"what was counted is in {calibration.partial_path(target)}; --resume goes on from there")
+        if checkpoints.counted_by(target) and not isinstance(error, UsageError):  # which comes before there is work
+            note(f"what was counted is in {checkpoints.partial_path(target)}; --resume goes on from there")
         raise
     note(f"profile written to {report.profile}")
     save(json_file, report.to_json(), lambda: show_calibration(report), lambda: show_workers(report.more))

@@ -46,8 +46,7 @@ def merge(
     for warning in report.warnings:
         note(f"warning: {warning}")
     note(f"profile written to {out}")
-    save(json_file, report.to_json())
-    show_merge(report)
+    save(json_file, report.to_json(), lambda: show_merge(report))
 
 
 @app.command()
@@ -63,8 +62,7 @@ def show(
     from spark.pipeline import profiles as pipeline
 
     report = pipeline.show(profile)
-    save(json_file, report.to_json())
-    show_profile(report)
+    save(json_file, report.to_json(), lambda: show_profile(report))
 
 
 @app.command()
@@ -85,5 +83,4 @@ def diff(
     report = pipeline.diff(first, second)
     for warning in report.warnings:
         note(f"warning: {warning}")
-    save(json_file, report.to_json())
-    show_diff(report)
+    save(json_file, report.to_json(), lambda: show_diff(report))

@@ -56,7 +56,7 @@ def spread(path: Path, suffixes: Sequence[str]) -> list[Path]:
     A path that is there is never a pattern. Where nothing matches, the list is empty.
     """
     if path.is_dir():
-        return sorted(file for file in path.iterdir() if file.suffix in suffixes)
+        return sorted(file for file in path.iterdir() if file.suffix in suffixes and not file.is_dir())
     if _MAGIC.search(str(path)) and not path.exists():
         return sorted(map(Path, glob.glob(str(path), recursive=True)))  # noqa: PTH207  # from a root, or from here
     return [path]

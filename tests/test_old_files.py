@@ -14,7 +14,7 @@ import pytest
 from engine.formats import profile as profiles
 from engine.formats.gguf import open_model
 from engine.formats.trace import read_routing
-from spark.pipeline.calibrate import partial_path
+from spark.pipeline.checkpoints import partial_path
 from spark.pipeline.tokens import read_tokens
 from spark.speech.sessions import read_sessions
 from tests.command_line import NANO, refused, spark

@@ -19,8 +19,9 @@ from spark.cluster.ray_pool import RayPool, connected, load_ray
 from spark.cluster.worker import Counting, CountingWorker
 from spark.console import note
 from spark.daemon.client import Deadlines
-from spark.pipeline import calibrate, staged
-from spark.pipeline.calibrate import CalibrateOptions, CalibrateReport
+from spark.pipeline import calibrate, checkpoints, staged
+from spark.pipeline.calibrate import CalibrateReport
+from spark.pipeline.checkpoints import CalibrateOptions
 from spark.pipeline.replay import Progress
 
 
@@ -45,7 +46,7 @@ def run(
     @contextlib.contextmanager
     def opening(config: EngineConfig, deadlines: Deadlines, progress: Progress) -> Iterator[calibrate.Counting]:
         nonlocal begun
-        routing = options.trace_dir or calibrate.routing_path(options.out)
+        routing = options.trace_dir or checkpoints.routing_path(options.out)
         parts = routing.absolute() / f"{PARTS}{secrets.token_hex(8)}"
         mark = ""
         if options.staged:
@@ -71,7 +72,7 @@ def run(
     try:
         return calibrate.calibrate(config, options, deadlines, progress, opening)
     finally:
-        state = calibrate.state_of(calibrate.partial_path(options.out))
+        state = checkpoints.state_of(checkpoints.partial_path(options.out))
         if begun and (state is None or state.get("staged") != options.staged):  # nobody goes on from there
             try:
                 staged.remove(options.staged)
@@ -86,7 +87,7 @@ def _staged(options: CalibrateOptions) -> tuple[CalibrateOptions, str]:
     """
     if not options.trace_url:
         return options, ""
-    state = calibrate.state_of(calibrate.partial_path(options.out)) or {"windows": 0}
+    state = checkpoints.state_of(checkpoints.partial_path(options.out)) or {"windows": 0}
     before = str(state.get("staged", ""))
     if not state["windows"]:
         return replace(options, trace_dir=None, staged=staged.place(options.trace_url)), before

@@ -24,7 +24,8 @@ from spark.cluster.schedule import SetAside
 from spark.cluster.worker import Counts, Part, Recorded
 from spark.console import clock, note
 from spark.pipeline import calibrate, staged
-from spark.pipeline.calibrate import Run, Tally
+from spark.pipeline.calibrate import Run
+from spark.pipeline.checkpoints import Tally
 from spark.pipeline.ledger import Ledger
 from spark.pipeline.tokens import Window
 

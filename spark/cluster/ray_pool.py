@@ -11,6 +11,7 @@ import importlib
 import os
 import queue
 import re
+import secrets
 import shlex
 import signal
 import sys
@@ -99,6 +100,7 @@ def connected(options: ClusterOptions) -> Iterator[Any]:
                 if options.address != "auto":
                     raise _unreachable(options.address, error) from error
                 note("no Ray cluster runs on this machine; one is started for this run")
+                _make_token()
                 ray.init(address="local", include_dashboard=False, **common)
             except Exception as error:  # each layer below has its own
                 raise _unreachable(options.address, error) from error
@@ -111,11 +113,22 @@ def connected(options: ClusterOptions) -> Iterator[Any]:
                 signal.signal(number, handler)
 
 
+def _make_token() -> None:
+    """Protect a cluster of this run alone by a token of its own.
+
+    Ray would leave one in the user's home, and every cluster that is started there afterwards would ask for it.
+    """
+    given = any(name in os.environ for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"))
+    if not given and not (Path.home() / ".ray" / "auth_token").exists():
+        os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
+
+
 def _unreachable(address: str, error: Exception) -> UsageError:
     said = (str(error).strip() or type(error).__name__).splitlines()[0]
     return UsageError(
         f"--ray {address}: no Ray cluster answers there: {said}",
-        hint="expected auto, or HOST:PORT of what `ray start --head` printed, with the same versions of Ray and Python",
+        hint="expected auto, or HOST:PORT of what `ray start --head` printed, with the same versions of Ray and Python;"
+        " a cluster that asks for a token takes RAY_AUTH_MODE=token, and the same ~/.ray/auth_token on all machines",
     )
 
 

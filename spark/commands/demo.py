@@ -25,7 +25,7 @@ from spark.commands import tables
 from spark.console import note, progress_bars, table, write
 from spark.daemon.client import Deadlines, engine_command
 from spark.extract import ExtractOptions, extract
-from spark.pipeline import calibrate, pregate, tokens, validate
+from spark.pipeline import calibrate, checkpoints, pregate, tokens, validate
 from spark.server.app import create_app
 from spark.server.supervisor import Supervisor
 
@@ -123,14 +123,14 @@ def _run(config: EngineConfig, logs: Path, out: Path) -> dict[str, Any]:
     with progress_bars() as progress:
         calibrated = calibrate.calibrate(
             config,
-            calibrate.CalibrateOptions(
+            checkpoints.CalibrateOptions(
                 out / "train.parquet", profile, max_tokens=CALIBRATION_TOKENS, resume=True
             ),
             DEADLINES, progress,
         )  # fmt: skip
         calibrate.calibrate(
             config,
-            calibrate.CalibrateOptions(
+            checkpoints.CalibrateOptions(
                 out / "claude/train.parquet", claude_only, max_tokens=CALIBRATION_TOKENS // 2, resume=True
             ),
             DEADLINES, progress,
@@ -190,7 +190,7 @@ def _pregate(config: EngineConfig, out: Path) -> dict[str, Any]:
     pregate.require_torch()
     with tempfile.TemporaryDirectory(prefix="trace-", dir=out) as folder, progress_bars() as progress:
         trace = Path(folder)
-        options = calibrate.CalibrateOptions(
+        options = checkpoints.CalibrateOptions(
             out / "train.parquet", trace / "profile.csv", trace_dir=trace, hidden=True, max_tokens=TRACE_TOKENS
         )
         calibrate.calibrate(config, options, DEADLINES, progress)

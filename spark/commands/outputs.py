@@ -145,12 +145,23 @@ def _check_urls(parameters: Mapping[str, tuple[Reads | Writes, str, str]], value
             if not isinstance(given, str) or not use.urls or storage.local(given) is not None:
                 continue
             kind, path = storage.place(given)
+            if isinstance(use, Writes):
+                _check_name(given, path, use, flag)
             for (kind_read, other), read_as, which in seen if isinstance(use, Writes) else ():
                 folder, _, file = path.rpartition("/")
                 inside = folder == other.rstrip("/") and any(fnmatch(file, pattern) for pattern in read_as.files)
                 if kind == kind_read and (inside or _matches(path, other)):  # if it is there, which the storage knows
                     raise UsageError(f"{flag} {given} would overwrite {which}", hint="name another file")
             seen.append(((kind, path), use, words))
+
+
+def _check_name(given: str, path: str, use: Writes, flag: str) -> None:
+    """Refuse a URL to write that names no file, or would name several."""
+    if not use.files and given.endswith("/"):
+        raise UsageError(f"{flag} {given} is a folder, expected the name of a file to write")
+    if found := re.search(r"[*?[]", path):
+        message = f"{flag} {given}: behind a URL a name with {found[0]!r} stands for several files"
+        raise UsageError(message, hint="choose a name without '*', '?' and '['")
 
 
 def _matches(path: str, pattern: str) -> bool:

@@ -95,7 +95,7 @@ def extract(options: ExtractOptions, progress: Callable[[int, int], None]) -> Re
     """
     if options.claude_dir is not None or options.codex_dir is not None:
         raise UsageError("--home reads each home's own folders, --claude-dir and --codex-dir name others")
-    found = list(dict.fromkeys(_same(each) for given in options.homes for each in storage.folders(given)))
+    found = sorted({_same(each) for given in options.homes for each in storage.folders(given)})
     if not found:
         raise FileFormatError(f"--home {' '.join(options.homes)}: no such folders", hint=_EXPECTED)
     for each in found:

@@ -11,7 +11,6 @@ they are counted, in `PROFILE.partial.routing` or the folder of `--trace`, and g
 from __future__ import annotations
 
 import contextlib
-import json
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -20,7 +19,7 @@ from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from itertools import islice
 from pathlib import Path
-from typing import Any, Literal, Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 
@@ -29,54 +28,20 @@ from engine.formats.gguf import open_model
 from engine.formats.profile import Choice, Counted, Profile
 from engine.formats.trace import RoutingTrace, estimate_bytes, iter_parts, n_parts, part_paths
 from engine.ground.config import EngineConfig
-from engine.ground.errors import FileFormatError, SparkError, UsageError
+from engine.ground.errors import FileFormatError, UsageError
 from engine.ground.files import alone
 from engine.placing import evidence
 from spark import storage
 from spark.console import note
 from spark.daemon.client import DaemonClient, Deadlines
-from spark.pipeline import replay, staged
-from spark.pipeline.ledger import Ledger
+from spark.pipeline import checkpoints, replay, staged
+from spark.pipeline.checkpoints import CalibrateOptions, Tally
 from spark.pipeline.replay import Progress
 from spark.pipeline.sample import Sample, naming, recorded
 from spark.pipeline.tokens import TokensFile, opened
 from spark.speech.sessions import root_of
 
 CHECKPOINT_EVERY_S = 5.0
-_CHECKPOINT = "# spark-checkpoint: "
-
-
-@dataclass(frozen=True, slots=True)
-class CalibrateOptions:
-    """What to calibrate on and what to count.
-
-    tokens: token files, or sessions (JSONL) that are tokenized first, as paths, folders, patterns or URLs of them
-        (spark/storage.py).
-    count: whose routing counts, of the tokens the model itself would have decoded or of all.
-    generate_tokens: also count this many tokens of the model's own continuation of each window.
-    trace_dir, hidden: write the routing of every token there, with hidden states. trace_url: where its parts go in the
-        end, if that is a URL; trace_dir is then a folder of this calibration alone, `staging_path`, or, where those who
-        count leave parts behind the URL themselves, None, and staged says where (pipeline/staged.py).
-    max_tokens: stop after the window that reaches so many tokens. resume: go on from the checkpoint.
-    out: the profile; the checkpoint lies beside it. url: where the profile goes instead, if it is a URL.
-    """
-
-    tokens: storage.Given
-    out: Path
-    count: Literal["generated", "all"] = "generated"
-    generate_tokens: int = 0
-    trace_dir: Path | None = None
-    hidden: bool = False
-    max_tokens: int | None = None
-    resume: bool = False
-    url: str = ""
-    trace_url: str = ""
-    staged: str = ""
-
-    @property
-    def trace(self) -> str | None:
-        """Where parts of the trace are while windows are counted, if there is one: a URL, or a folder's whole path."""
-        return self.trace_url if self.staged else None if self.trace_dir is None else str(self.trace_dir.resolve())
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,30 +88,6 @@ class CalibrateReport:
 
 
 @dataclass(frozen=True, slots=True)
-class Tally:
-    """What was counted after whole windows; a new one takes its place when a window is done.
-
-    windows: how many. ledger: which they are; None: the first ones.
-    """
-
-    counts: np.ndarray[Any, np.dtype[np.int64]]
-    windows: int = 0
-    tokens: int = 0
-    generated_tokens: int = 0
-    trace_parts: int = 0
-    ledger: Ledger | None = None
-
-    def has(self, number: int) -> bool:
-        """Whether a window of the file is counted."""
-        return number < self.windows if self.ledger is None else number in self.ledger
-
-    @property
-    def end(self) -> int:
-        """A number above those of all windows that are counted."""
-        return self.windows if self.ledger is None else self.ledger.end
-
-
-@dataclass(frozen=True, slots=True)
 class Run:
     """What there is to count, and where. tally: what an earlier run counted; total: tokens of both, about.
 
@@ -165,7 +106,7 @@ class Run:
 
     def save(self, tally: Tally) -> None:
         """Write the checkpoint."""
-        _save_checkpoint(self.options, tally, self.fingerprint, self.info)
+        checkpoints.save(self.options, tally, self.fingerprint, self.info)
 
 
 class Counting(Protocol):
@@ -199,27 +140,6 @@ def here(config: EngineConfig, deadlines: Deadlines, progress: Progress) -> Iter
         yield _Here(client)
 
 
-def partial_path(out: Path) -> Path:
-    """Where the checkpoint of a calibration to `out` lies."""
-    return out.with_name(out.name + ".partial")
-
-
-def counted_by(out: Path) -> int:
-    """How many windows the checkpoint of a calibration to `out` has."""
-    state = state_of(partial_path(out))
-    return 0 if state is None else int(state["windows"])
-
-
-def routing_path(out: Path) -> Path:
-    """Where a calibration to `out` records routing to choose by, unless it has a trace."""
-    return out.with_name(out.name + ".partial.routing")
-
-
-def staging_path(out: Path) -> Path:
-    """Where the trace of a calibration to `out` is gathered that goes to a URL."""
-    return out.with_name(out.name + ".partial.trace")
-
-
 def calibrate(
     config: EngineConfig,
     options: CalibrateOptions,
@@ -232,7 +152,7 @@ def calibrate(
     opening: who counts. Raises what the token file, the model or the daemon are refused for; whatever ends the run
     early, Ctrl-C included, what was counted is in the checkpoint.
     """
-    with alone(options.out.with_name(f"{options.out.name}.partial.lock"), f"another calibration makes {options.out}"):
+    with _alone(options):
         _refuse(options)
         with opened(config.model, options.tokens, progress) as file:
             if options.trace is not None:
@@ -241,19 +161,40 @@ def calibrate(
             try:
                 return _calibrate(config, options, file, deadlines, progress, opening)
             finally:
-                if not partial_path(options.out).exists():  # without a checkpoint nothing can go on from it
-                    shutil.rmtree(routing_path(options.out), ignore_errors=True)
+                if not checkpoints.partial_path(options.out).exists():  # without a checkpoint nothing can go on from it
+                    shutil.rmtree(checkpoints.routing_path(options.out), ignore_errors=True)
                     if options.trace_url and options.trace_dir is not None:
                         shutil.rmtree(options.trace_dir, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _alone(options: CalibrateOptions) -> Iterator[None]:
+    """Let no other calibration make the same profile or trace within the block; UsageError where one does."""
+    folder = options.trace_dir
+    with contextlib.ExitStack() as stack:
+        lock = options.out.with_name(f"{options.out.name}.partial.lock")
+        stack.enter_context(alone(lock, f"another calibration makes {options.out}"))
+        if folder is not None:
+            folder.mkdir(parents=True, exist_ok=True)
+            stack.callback(_drop_empty, folder)
+            stack.enter_context(alone(folder / ".calibrate.lock", f"another calibration writes its trace to {folder}"))
+        yield
+
+
+def _drop_empty(folder: Path) -> None:
+    with contextlib.suppress(OSError):  # it has a trace, or another calibration has begun one
+        folder.rmdir()
 
 
 def _refuse(options: CalibrateOptions) -> None:
     """Refuse what needs no model to be refused, before there is any work."""
     if options.hidden and options.trace is None:
         raise UsageError("--hidden writes hidden states into a trace, and --trace is missing")
-    partial = partial_path(options.out)
-    state = state_of(partial)
-    if partial.exists() and (state is None or state["windows"]):
+    partial = checkpoints.partial_path(options.out)
+    state = checkpoints.state_of(partial)
+    if partial.exists() and state is None:
+        raise checkpoints.no_checkpoint(partial)
+    if state is not None and state["windows"]:
         if not options.resume:
             raise UsageError(
                 f"{partial} holds what an earlier run counted", hint="go on from it with --resume, or remove it"
@@ -263,8 +204,7 @@ def _refuse(options: CalibrateOptions) -> None:
     begun = None if state is None else state.get("trace")
     folder = options.trace_dir
     if options.trace_url:
-        if any(name.startswith("part-") for name in storage.names(options.trace_url)):
-            raise UsageError(f"{options.trace_url} has a trace already", hint="name another folder for --trace")
+        _refuse_other_trace(options.trace_url)
         if state is None and folder is not None:
             shutil.rmtree(folder, ignore_errors=True)  # of a run whose checkpoint is gone
     if folder is not None and begun != options.trace and part_paths(folder):
@@ -272,6 +212,11 @@ def _refuse(options: CalibrateOptions) -> None:
             f"{folder} has a trace already, and there is no checkpoint to go on from",
             hint="name another folder for --trace",
         )
+
+
+def _refuse_other_trace(url: str) -> None:
+    if any(name.startswith("part-") for name in storage.names(url)):
+        raise UsageError(f"{url} has a trace already", hint="name another folder for --trace")
 
 
 def _trace_bytes(model: Path, file: TokensFile, options: CalibrateOptions) -> int:
@@ -302,8 +247,8 @@ def _calibrate(
                 hint="tokenize with a smaller --window",
             )
         sample = Sample(len(model["moe_layers"]), model["n_expert_used"])
-        fingerprint = _fingerprint(options, file, info, sample)
-        checkpoint = _load_checkpoint(options, fingerprint)
+        fingerprint = checkpoints.fingerprint_of(options, file, info, sample)
+        checkpoint = checkpoints.load(options, fingerprint, file.n_windows)
         tally = checkpoint or Tally(np.zeros((model["n_layer"], model["n_expert"]), np.int64))
         routing = _routing_folder(options, tally, file, model["model_id"])
         resumed_tokens = tally.tokens
@@ -318,7 +263,9 @@ def _calibrate(
         used = model["n_expert_used"]
         counted = int(tally.counts[model["moe_layers"][0]].sum()) // used
         if not counted:
-            partial_path(options.out).unlink(missing_ok=True)
+            checkpoints.partial_path(options.out).unlink(missing_ok=True)
+            for part in part_paths(options.trace_dir) if options.trace_dir is not None else ():
+                part.unlink()  # of no profile
             raise FileFormatError(
                 f"{file.name}: none of its {tally.tokens} tokens counts, so there is no profile to write",
                 hint="it needs sessions with at least one assistant turn",
@@ -337,13 +284,14 @@ def _calibrate(
         staged.publish(options.staged, tally.has, tally.end, lambda a, b: progress("giving parts their names", a, b))
     elif options.trace_url and options.trace_dir is not None:
         progress("sending the trace", 0, 1)
+        _refuse_other_trace(options.trace_url)  # it may have come meanwhile
         storage.send(part_paths(options.trace_dir), options.trace_url)
     if options.url:
         with storage.writing(options.url, "the profile") as destination:
             destination.write(profiles.format(profile).encode())
     else:
         profiles.save(profile, options.out)
-    partial_path(options.out).unlink(missing_ok=True)
+    checkpoints.partial_path(options.out).unlink(missing_ok=True)
     return CalibrateReport(
         model=str(config.model),
         profile=options.url or options.out,
@@ -362,27 +310,38 @@ def _calibrate(
 
 def _routing_folder(options: CalibrateOptions, tally: Tally, file: TokensFile, model_id: str) -> Path:
     """The folder that routing is recorded in, with as many parts as the tally has seen."""
-    folder = options.trace_dir or routing_path(options.out)
+    folder = options.trace_dir or checkpoints.routing_path(options.out)
     if options.trace_dir is None and not tally.windows and folder.exists():
         shutil.rmtree(folder)  # of a run whose checkpoint is gone
-    if folder.exists():
-        parts = part_paths(folder)
+    parts = part_paths(folder) if folder.exists() else []
+    if parts:
         if len(parts) < tally.trace_parts:
             raise UsageError(
                 f"{folder} has {len(parts)} parts, the checkpoint was made after {tally.trace_parts}",
                 hint="remove the checkpoint and the trace, and start again",
             )
-        if parts and not tally.windows:
+        if not tally.windows:
             _require_first_window(folder, file, model_id)
         # A window that was recorded but not counted will be recorded again.
         for part in parts[tally.trace_parts :]:
             part.unlink()
+        if tally.trace_parts:
+            _require_whole(folder, model_id)
     elif tally.trace_parts:
         raise UsageError(
             f"{folder} is gone, the checkpoint was made after {tally.trace_parts} parts of it",
-            hint=f"remove {partial_path(options.out)} and start again",
+            hint=f"remove {checkpoints.partial_path(options.out)} and start again",
         )
     return folder
+
+
+def _require_whole(folder: Path, model_id: str) -> None:
+    """Refuse a damaged part now, and not when all is counted."""
+    try:
+        for _ in iter_parts(folder, model_id, ()):
+            pass
+    except FileFormatError as error:
+        raise FileFormatError(error.message, hint="remove the checkpoint and the trace, and start again") from error
 
 
 def _require_first_window(folder: Path, file: TokensFile, model_id: str) -> None:
@@ -424,7 +383,7 @@ class _Here:
     def count(self, run: Run) -> Tally:
         client, file, options, tally = self._client, run.file, run.options, run.tally
         if tally.ledger is not None:
-            raise _of_a_cluster(options)
+            raise checkpoints.of_a_cluster(options)
         total, progress = run.total, run.progress
         start = tally.counts
         client.profile("reset")
@@ -480,94 +439,6 @@ def _read(file: TokensFile, tally: Tally, sample: Sample) -> tuple[int, dict[tup
             if session_id in sample:
                 order.setdefault((session_id, window), number)
     return len(sessions), order
-
-
-# --- checkpoint ---------------------------------------------------------------------------------------
-
-
-def _fingerprint(
-    options: CalibrateOptions, file: TokensFile, ready: Mapping[str, Any], sample: Sample
-) -> dict[str, Any]:
-    """All that the counts and the trace depend on. A model's quantizations route differently, so the file counts."""
-    return {
-        "model_file": ready["model"]["file_id"],
-        "kv_type": ready["kv_type"],
-        "ctx_tokens": ready["ctx_tokens"],
-        "token_file": file.digest,
-        "count": options.count,
-        "generate": options.generate_tokens,
-        "trace": options.trace,
-        "hidden": options.hidden,
-        "sample": sample.rule,
-    }
-
-
-_DIGESTS = {"model_file": "model file", "token_file": "token file"}  # in words, where values say nothing
-_COUNTERS = ("windows", "tokens", "generated_tokens", "trace_parts")
-
-
-def _save_checkpoint(
-    options: CalibrateOptions, tally: Tally, fingerprint: Mapping[str, Any], ready: Mapping[str, Any]
-) -> None:
-    state = {name: getattr(tally, name) for name in _COUNTERS} | dict(fingerprint)
-    if options.staged:
-        state["staged"] = options.staged
-    model = ready["model"]
-    profile = Profile(
-        counts=tally.counts,
-        n_expert_used=model["n_expert_used"],
-        model_id=model["model_id"],
-        extra_lines=(_CHECKPOINT + json.dumps(state), *(() if tally.ledger is None else tally.ledger.lines())),
-    )
-    profiles.save(profile, partial_path(options.out))
-
-
-def state_of(partial: Path) -> dict[str, Any] | None:
-    """What a checkpoint says about itself, its number of windows at least; None where it is none."""
-    try:
-        (line,) = (x for x in profiles.load(partial)[0].extra_lines if x.startswith(_CHECKPOINT))
-        state = json.loads(line.removeprefix(_CHECKPOINT))
-        return {**state, "windows": int(state["windows"])}
-    except (SparkError, ValueError, KeyError, TypeError, OverflowError):
-        return None
-
-
-def _of_a_cluster(options: CalibrateOptions) -> UsageError:
-    return UsageError(
-        f"{partial_path(options.out)} was counted by a cluster, whose windows are in no order",
-        hint="go on from it with --ray, or remove it",
-    )
-
-
-def _load_checkpoint(options: CalibrateOptions, fingerprint: dict[str, Any]) -> Tally | None:
-    """What an earlier run counted; None where it counted no window."""
-    path = partial_path(options.out)
-    if not path.exists():
-        return None
-    try:
-        state = state_of(path)
-        if state is None:
-            raise ValueError("no checkpoint")
-        if not state["windows"]:
-            return None
-        if state.get("staged") and not options.staged:
-            raise _of_a_cluster(options)
-        done = {name: int(state[name]) for name in _COUNTERS}
-        saved = profiles.load(path)[0]
-        ledger = Ledger.parse(saved.extra_lines)
-        if ledger is not None and len(ledger) != state["windows"]:
-            raise ValueError(f"{len(ledger)} windows in its ledger, {state['windows']} counted")
-        changed = [key for key, value in fingerprint.items() if state[key] != value]
-    except (ValueError, KeyError, TypeError, OverflowError) as error:
-        hint = "remove it and start again"
-        raise FileFormatError(f"{path} is not a checkpoint of this version's calibration", hint=hint) from error
-    if changed:
-        found = [_DIGESTS.get(key) or f"{key} (found {state[key]}, expected {fingerprint[key]})" for key in changed]
-        raise UsageError(
-            f"{path} was counted with another {', another '.join(found)}",
-            hint="remove it, or resume with what it was started with",
-        )
-    return Tally(saved.counts, **done, ledger=ledger)
 
 
 # --- what the slots do -------------------------------------------------------------------------------

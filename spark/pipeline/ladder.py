@@ -134,12 +134,15 @@ def open_reference(config: EngineConfig, deadlines: Deadlines, progress: Progres
 
 
 def serve(client: DaemonClient, prompts: Prompts, n_tokens: int, name: str, progress: Progress) -> Serving:
-    """Have a daemon answer prompts in turn; name: of the policy, for the progress."""
+    """Have a daemon answer prompts in turn; name: of the policy, for the progress.
+
+    Without drafts: how many there are follows from the clock, and hits and misses are of those taken back, too.
+    """
     tokens, decode, prefill = [], [], []
     hits = misses = 0
     for i, prompt in enumerate(prompts):
         progress(f"serving: {name}", i, len(prompts))
-        made, done = replay.finish(client.generate(prompt, max_tokens=n_tokens, stop_tokens=[]))
+        made, done = replay.finish(client.generate(prompt, max_tokens=n_tokens, stop_tokens=[], draft=False))
         decode.append((done.usage.completion_tokens - 1) / done.timing.decode_s)
         prefill.append(done.usage.prompt_tokens / done.timing.prefill_s)
         hits += done.residency["hits"]

@@ -237,7 +237,8 @@ def _shares(row: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
 
 
 def _about(profile: Profile) -> dict[str, Any]:
-    return {key: getattr(profile, key) for key in ("model_id", "tokens", "sessions", "count", "created")}
+    about = {key: getattr(profile, key) for key in ("model_id", "tokens", "sessions", "count")}
+    return about | {"profile_created": profile.created}  # `created` is when the figures were
 
 
 # --- how two differ -----------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from engine.formats.gguf import GGUFFile
 from engine.ground.config import EngineConfig
-from engine.ground.errors import UsageError
+from engine.ground.errors import FileFormatError, RequestError, UsageError
 from engine.ground.protocol import Done, Event, Tokens
 from engine.ground.protocol import Progress as Fed
 from engine.ground.sampling import Sampling
@@ -88,15 +88,22 @@ def score(
 ) -> Done:
     """Feed a window teacher-forced; its routing is counted, and traced where `trace_dir` is given.
 
-    fed: called with the tokens of it that are read, while it lasts: a window of a slow model takes minutes.
+    fed: called with the tokens of it that are read, while it lasts: a window of a slow model takes minutes. Raises
+    FileFormatError for a window that the model cannot have.
     """
-    _, done = finish(
-        client.score(
-            window.tokens.tolist(), generated=window.generated.tolist(), session_id=window.session_id,
-            window=window.window, trace_dir=trace_dir, hidden=hidden, count=count,
-        ),
-        fed,
-    )  # fmt: skip
+    try:
+        _, done = finish(
+            client.score(
+                window.tokens.tolist(), generated=window.generated.tolist(), session_id=window.session_id,
+                window=window.window, trace_dir=trace_dir, hidden=hidden, count=count,
+            ),
+            fed,
+        )  # fmt: skip
+    except RequestError as error:
+        raise FileFormatError(
+            f"window {window.window} of session {window.session_id!r}: {error.message}",
+            hint="`spark tokenize` makes files of windows as the model has them",
+        ) from error
     return done
 
 

@@ -190,7 +190,9 @@ def _validate(
         info["chunk_tokens"],
     )  # fmt: skip
     asked = [step for percent in options.residencies for step in steps(percent, len(found))]
-    answers = dict(zip(asked, climbing.climb(basis, asked, options.profile), strict=True))
+    with scratch() as folder:  # what was loaded: who serves by the profile's file may change it meanwhile
+        profiles.save(found[0][1], folder / "profile.csv")
+        answers = dict(zip(asked, climbing.climb(basis, asked, folder / "profile.csv"), strict=True))
     judge = Judge(basis, config)
     return ValidateReport(
         str(config.model), options.profile, n_read, int(trace.generated.sum()), judge.n_roots, len(prompts),

@@ -28,7 +28,7 @@ from spark.cluster.validating import ReferenceWorker
 from spark.cluster.worker import Counting, CountingWorker, Recorded
 from spark.daemon.client import Deadlines
 from spark.extract import ExtractOptions, extract
-from spark.pipeline import calibrate
+from spark.pipeline import calibrate, checkpoints
 from spark.pipeline.tokens import Window, read_tokens, tokenize, write_windows
 from spark.speech.sessions import root_of
 from tests.command_line import NANO, SAMPLES
@@ -159,8 +159,8 @@ class Expected:
     parts: tuple[bytes, ...]
     report: calibrate.CalibrateReport
 
-    def options(self, out: Path, **more: Any) -> calibrate.CalibrateOptions:
-        return calibrate.CalibrateOptions(self.tokens, out, **more)
+    def options(self, out: Path, **more: Any) -> checkpoints.CalibrateOptions:
+        return checkpoints.CalibrateOptions(self.tokens, out, **more)
 
     def same(self, out: Path) -> bool:
         """Whether a profile is that of one machine, byte for byte, but for the time when it was made."""
@@ -171,7 +171,7 @@ class Expected:
 def on_one_machine(folder: Path, n_tokens: int) -> Expected:
     """Count with one daemon."""
     tokens = write_tokens(folder, n_tokens)
-    options = calibrate.CalibrateOptions(tokens, folder / "one.csv", trace_dir=folder / "one")
+    options = checkpoints.CalibrateOptions(tokens, folder / "one.csv", trace_dir=folder / "one")
     report = calibrate.calibrate(CONFIG, options, DEADLINES, quiet)
     assert report.choices, "there is evidence to compare"
     parts = tuple(path.read_bytes() for path in part_paths(folder / "one"))

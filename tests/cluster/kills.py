@@ -19,7 +19,7 @@ from engine.formats.trace import part_paths
 from engine.ground.files import scratch
 from spark.cluster import calibrating
 from spark.cluster.options import ClusterOptions
-from spark.pipeline import calibrate
+from spark.pipeline import calibrate, checkpoints
 from tests.cluster import clusters
 from tests.cluster.clusters import CONFIG, DEADLINES, Expected, Machines, Slow, quiet
 from tests.command_line import NANO, ROOT, environment, none_left
@@ -113,7 +113,7 @@ def start(
 
 def wait_for(process: subprocess.Popen[bytes], out: Path, n_windows: int) -> None:
     end_s = time.monotonic() + 60
-    while calibrate.counted_by(out) < n_windows:
+    while checkpoints.counted_by(out) < n_windows:
         assert process.poll() is None, process.communicate()
         assert time.monotonic() < end_s
         time.sleep(0.005)
@@ -126,7 +126,7 @@ def finish(expected: Expected, on: Machines, out: Path, trace: Path) -> calibrat
 
 def complete(expected: Expected, out: Path, trace: Path) -> bool:
     found = sorted(path.read_bytes() for path in part_paths(trace))
-    left = calibrate.partial_path(out).exists()
+    left = checkpoints.partial_path(out).exists()
     return expected.same(out) and found == sorted(expected.parts) and not left
 
 
@@ -137,7 +137,7 @@ def driver_killed(expected: Expected, on: Machines, folder: Path, number: int) -
     wait_for(process, out, 1 + 5 * number % 40)
     os.killpg(process.pid, signal.SIGKILL)
     process.communicate()
-    assert not out.exists() and calibrate.counted_by(out)
+    assert not out.exists() and checkpoints.counted_by(out)
     clean = none_left(clusters.daemons())  # which see that their workers are gone
     report = finish(expected, on, out, trace)
     same = complete(expected, out, trace)

@@ -22,7 +22,7 @@ from engine.ground.errors import SparkError, WrongModelError
 from spark.cluster import calibrating, counting, validating
 from spark.cluster.options import ClusterOptions
 from spark.cluster.worker import CountingWorker
-from spark.pipeline import calibrate
+from spark.pipeline import checkpoints
 from spark.pipeline.tokens import read_tokens
 from tests.cluster import clusters, kills
 from tests.cluster.clusters import CONFIG, DEADLINES, Elsewhere, Expected, Machines, Poisoned, quiet
@@ -133,7 +133,7 @@ def test_a_window_that_kills_two_daemons_is_set_aside_and_named(
     assert report.tokens == expected.report.tokens - len(windows[bad].tokens)
     assert sum(worker["lost"] for worker in report.more["workers"]) == 2
     assert f"{name} is set aside, two workers ended at it: " in capsys.readouterr().err
-    assert not calibrate.partial_path(tmp_path / "p.csv").exists()
+    assert not checkpoints.partial_path(tmp_path / "p.csv").exists()
     parts = [path.read_bytes() for path in part_paths(tmp_path / "t")]
     assert len(expected.parts) == len(windows) and parts == [*expected.parts[:bad], *expected.parts[bad + 1 :]]
 
@@ -151,13 +151,13 @@ def test_a_signal_ends_all_and_loses_nothing(expected: Expected, two: Machines, 
     assert process.returncode == 143, stderr
     assert b"what was counted is in" in stderr and b"Traceback" not in stderr
     assert none_left(clusters.daemons()) and none_left(clusters.hands())
-    assert not out.exists() and calibrate.counted_by(out) >= 3
+    assert not out.exists() and checkpoints.counted_by(out) >= 3
     assert [path.name[:7] for path in trace.iterdir()] == [".parts-"]
 
     again = kills.start(*given, "--resume", "--json", tmp_path / "j")
     stdout, stderr = again.communicate(timeout=120)
     assert again.returncode == 0 and b"\nerror: " not in stderr, stderr
-    assert expected.same(out) and not calibrate.partial_path(out).exists()
+    assert expected.same(out) and not checkpoints.partial_path(out).exists()
     assert [path.read_bytes() for path in part_paths(trace)] == list(expected.parts)
     assert sorted(trace.iterdir()) == part_paths(trace), "and nothing else"
     found = json.loads((tmp_path / "j").read_text())

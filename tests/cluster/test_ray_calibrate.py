@@ -15,7 +15,7 @@ from engine.formats.trace import part_paths
 from engine.ground.errors import DeadlineError, UsageError
 from spark.cluster import calibrating
 from spark.cluster.options import ClusterOptions
-from spark.pipeline import calibrate
+from spark.pipeline import calibrate, checkpoints
 from spark.pipeline.tokens import read_tokens, write_windows
 from tests.cluster import clusters
 from tests.cluster.clusters import CONFIG, DEADLINES, Expected, Machines, Slow, quiet
@@ -83,7 +83,7 @@ def until_counted(out: Path) -> None:
     """Wait until a checkpoint says that something is counted."""
     end_s = time.monotonic() + 60
     while time.monotonic() < end_s:
-        if (calibrate.state_of(calibrate.partial_path(out)) or {"windows": 0})["windows"]:
+        if (checkpoints.state_of(checkpoints.partial_path(out)) or {"windows": 0})["windows"]:
             return
         time.sleep(0.01)
     raise AssertionError("nothing was counted")
@@ -103,8 +103,8 @@ def test_a_cluster_that_loses_all_workers_is_given_up_and_gone_on_from(expected:
             run(expected, lost, out, Slow, deadlines=replace(DEADLINES, ready_s=12))
         thread.join()
         assert not clusters.daemons()
-        partial = calibrate.partial_path(out)
-        kept = calibrate.state_of(partial)
+        partial = checkpoints.partial_path(out)
+        kept = checkpoints.state_of(partial)
         assert kept is not None and 0 < kept["tokens"] < expected.report.tokens
         # One machine does not go on from what a cluster counted in an order of its own, and a cluster does.
         with pytest.raises(UsageError, match="was counted by a cluster"):
@@ -113,7 +113,7 @@ def test_a_cluster_that_loses_all_workers_is_given_up_and_gone_on_from(expected:
         lost.add(2)
         report = run(expected, lost, out, resume=True)
     assert expected.same(out) and report.resumed_tokens == kept["tokens"]
-    assert not partial.exists() and not calibrate.routing_path(out).exists()
+    assert not partial.exists() and not checkpoints.routing_path(out).exists()
 
 
 @pytest.mark.slow
@@ -141,4 +141,4 @@ def test_nothing_is_left_running(expected: Expected, two: Machines, tmp_path: Pa
         calibrating.run(CONFIG, expected.options(tmp_path / "p.csv"), cluster, DEADLINES, interrupt, Slow)
     assert not clusters.folders_left()
     assert none_left(clusters.daemons()) and none_left(clusters.hands())
-    assert calibrate.partial_path(tmp_path / "p.csv").exists()
+    assert checkpoints.partial_path(tmp_path / "p.csv").exists()

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from spark.pipeline import calibrate
+from spark.pipeline import checkpoints
 from tests.cluster import clusters, kills
 from tests.cluster.clusters import Expected, Machines
 from tests.command_line import none_left
@@ -46,6 +46,6 @@ def test_ctrl_c_ends_all_and_loses_nothing(expected: Expected, two: Machines, tm
     assert process.returncode == 130, stderr
     assert b"what was counted is in" in stderr and b"Traceback" not in stderr
     assert none_left(clusters.daemons()) and none_left(clusters.hands())
-    assert not out.exists() and calibrate.counted_by(out) >= 3
+    assert not out.exists() and checkpoints.counted_by(out) >= 3
     kills.finish(expected, two, out, trace)
     assert kills.complete(expected, out, trace)

@@ -21,7 +21,7 @@ from spark.cluster import calibrating, validating
 from spark.cluster.options import ClusterOptions
 from spark.cluster.worker import CountingWorker, Recorded, Worker
 from spark.daemon.client import Deadlines
-from spark.pipeline import calibrate
+from spark.pipeline import checkpoints
 from tests.cluster import clusters, kills
 from tests.cluster.clusters import CONFIG, DEADLINES, Expected, Machines, Slow, quiet
 from tests.cluster.ladders import on_one, options, untimed
@@ -178,7 +178,7 @@ def test_a_store_that_fails_ends_the_run_and_what_was_counted_is_kept(
     with pytest.raises(SparkError) as caught:
         calibrating.run(CONFIG, given, cluster, DEADLINES, quiet, Failing)
     assert re.match(r"node \S+: cannot write s3://nobodys/5: ", caught.value.message), caught.value.message
-    assert 0 < calibrate.counted_by(out) < len(expected.parts)
+    assert 0 < checkpoints.counted_by(out) < len(expected.parts)
     report = calibrating.run(CONFIG, replace(given, resume=True), cluster, DEADLINES, quiet)
     assert report.resumed_tokens > 0 and expected.same(out) and parts(s3, "t/6") == list(expected.parts)
 

@@ -196,6 +196,29 @@ def test_of_two_calibrations_for_one_profile_the_second_is_refused(data: Path, t
 
 
 @pytest.mark.slow
+def test_of_two_calibrations_with_one_trace_the_second_is_refused(data: Path, tmp_path: Path) -> None:
+    """They would remove each other's parts; a trace begins before anything is counted."""
+    command = ("calibrate", NANO, data / "train.parquet", "--trace", "t", "--max-tokens", "3000")
+    with started(*command, "--out", "p.csv", cwd=tmp_path, tmp=tmp_path) as process:
+        until((tmp_path / "t" / ".calibrate.lock").exists, process)
+        said = refused(*command, "--out", "q.csv", cwd=tmp_path, status=2)
+        assert "another calibration writes its trace to t" in said
+        assert process.wait(150) == 0
+    assert "has a trace already" in refused(*command, "--out", "q.csv", cwd=tmp_path, status=2)
+    assert all(path.name.startswith("part-0") for path in (tmp_path / "t").iterdir())
+
+
+@pytest.mark.slow
+def test_a_calibration_that_counts_nothing_leaves_no_trace(data: Path, tmp_path: Path) -> None:
+    lines = [json.dumps({"session_id": "a", "agent": "claude", "messages": [{"role": "user", "content": "hi"}]})]
+    (tmp_path / "s.jsonl").write_text("\n".join(lines) + "\n")
+    command = ("calibrate", NANO, "s.jsonl", "--trace", "t", "--out", "p.csv")
+    for _ in range(2):
+        refused(*command, cwd=tmp_path, status=1)
+        assert not (tmp_path / "t").exists()
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("twice", [False, True])
 def test_ctrl_c_does_not_wait_for_a_long_reply(tmp_path: Path, twice: bool) -> None:
     arguments = ["serve", NANO, "--port", "0"]

@@ -16,7 +16,7 @@ from engine.ground import protocol
 from engine.ground.config import EngineConfig
 from engine.placing import policies
 from spark.daemon.client import DaemonClient, Deadlines
-from spark.pipeline import bench, calibrate, replay, tokens, validate
+from spark.pipeline import bench, calibrate, checkpoints, replay, tokens, validate
 from tests.tiny_models import k_quant_mix, write_tiny
 
 N_LAYER, N_USED = 2, 3
@@ -66,7 +66,7 @@ def test_the_pipeline(model: Path, sessions: Path, capsys: pytest.CaptureFixture
     """Calibration with a trace, then validation: every policy gives the tokens of the all-resident run."""
     replay._note_once.cache_clear()
     profile, trace = model.with_name("profile.csv"), model.with_name("trace")
-    options = calibrate.CalibrateOptions(sessions, profile, trace_dir=trace, hidden=True)
+    options = checkpoints.CalibrateOptions(sessions, profile, trace_dir=trace, hidden=True)
     config = EngineConfig(model, "auto", "uniform", threads=1)
     calibrated = calibrate.calibrate(config, options, DEADLINES, quiet)
     assert (calibrated.tokens, calibrated.counted_tokens) == (97, N_GENERATED)

@@ -14,7 +14,7 @@ from engine.formats import profile as profiles
 from engine.ground.config import EngineConfig
 from engine.ground.errors import SparkError
 from spark.daemon.client import Deadlines
-from spark.pipeline import calibrate
+from spark.pipeline import calibrate, checkpoints
 from tests.command_line import NANO, SAMPLES, spark
 from tests.object_store import object_store
 
@@ -61,13 +61,13 @@ def test_a_profile_that_cannot_be_sent_is_still_there_to_go_on_from(
     def fail(source: str, target: str) -> None:
         raise OSError("the connection was lost")
 
-    options = calibrate.CalibrateOptions(write_tokens(tmp_path, 2000), tmp_path / "p.csv", url=f"{URL}/broken/p.csv")
+    options = checkpoints.CalibrateOptions(write_tokens(tmp_path, 2000), tmp_path / "p.csv", url=f"{URL}/broken/p.csv")
     config = EngineConfig(model=NANO, device="cpu", threads=1)
     monkeypatch.setattr(s3, "put_file", fail)
     with pytest.raises(SparkError, match=r"cannot write s3://team/broken/p\.csv: OSError: the connection was lost"):
         calibrate.calibrate(config, options, Deadlines(), lambda *_: None)
     monkeypatch.undo()
-    assert s3.find(f"{BUCKET}/broken") == [] and calibrate.partial_path(options.out).exists()
+    assert s3.find(f"{BUCKET}/broken") == [] and checkpoints.partial_path(options.out).exists()
     report = calibrate.calibrate(config, replace(options, resume=True), Deadlines(), lambda *_: None)
     assert s3.find(f"{BUCKET}/broken") == [f"{BUCKET}/broken/p.csv"] and report.resumed_tokens == report.tokens
-    assert not calibrate.partial_path(options.out).exists()
+    assert not checkpoints.partial_path(options.out).exists()

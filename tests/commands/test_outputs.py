@@ -85,6 +85,20 @@ def test_no_output_is_an_input_or_another_output(files: Path, arguments: str, wo
     assert contents(files) == before
 
 
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ("tokenize nano.gguf s.jsonl --out memory://x/a?b.parquet", "a name with '?' stands for several files"),
+        ("extract-sessions --out-dir memory://run[1]", "a name with '[' stands for several files"),
+        ("calibrate nano.gguf t.parquet --trace memory://t/*", "a name with '*' stands for several files"),
+        ("calibrate nano.gguf t.parquet --out memory://x/", "memory://x/ is a folder, expected the name of a file"),
+        ("calibrate nano.gguf t.parquet --out memory://", "memory:// is a folder, expected the name of a file"),
+    ],
+)
+def test_urls_to_write_name_a_file(files: Path, arguments: str, words: str) -> None:
+    assert words in refused(*arguments.split(), cwd=files, status=2)
+
+
 def test_outputs_may_be_beside_inputs_and_lie_where_they_lay(files: Path) -> None:
     for _ in range(2):
         spark("plan", "nano.gguf", "--vram", "4", "--json", "trace/plan.json", cwd=files)
@@ -158,8 +172,8 @@ def test_what_a_header_shows_is_refused_before_loading(files: Path, tmp_path: Pa
     shutil.copy(files / "t.parquet", kept)
     before = contents(tmp_path)
     for arguments, words, status in (
-        (["calibrate", NANO, kept, "--out", "p.csv"], "p.csv.partial holds what an earlier run counted", 2),
-        (["calibrate", NANO, files / "s.jsonl", "--out", "p.csv"], "p.csv.partial holds what an earlier", 2),
+        (["calibrate", NANO, kept, "--out", "p.csv"], "p.csv.partial is not a checkpoint of this", 1),
+        (["calibrate", NANO, files / "s.jsonl", "--out", "p.csv"], "p.csv.partial is not a checkpoint", 1),
         (["calibrate", NANO, kept, "--out", "q.csv", "--trace", files / "trace"], "has a trace already", 2),
         (["validate", NANO, files / "s.jsonl", "--profile", "no.csv"], "no.csv: No such file", 1),
         (["validate", NANO, kept, "--profile", "foreign.csv"], "foreign.csv is of model 0", 1),

@@ -21,7 +21,7 @@ from engine.formats.profile import Profile
 from engine.ground import files
 from engine.ground.errors import SparkError, UsageError
 from engine.ground.files import hold, open_regular, replacing, scratch
-from spark.pipeline.calibrate import partial_path
+from spark.pipeline.checkpoints import partial_path
 from tests.command_line import LOGS, NANO, ROOT, SPARK, environment, explained, refused, spark, started, until
 
 OLD_S = 1000

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from engine.ground.errors import UsageError
-from spark.pipeline import calibrate
+from engine.ground.errors import FileFormatError, UsageError
+from spark.pipeline import checkpoints
 from spark.pipeline.sample import Sample
 from spark.pipeline.tokens import Origin, TokensFile
 
@@ -42,17 +43,34 @@ def test_a_checkpoint_knows_all_that_the_counts_depend_on(tmp_path: Path, change
         model = {"file_id": file_id, "model_id": "1" * 64, "n_expert_used": n_used}
         ready = {"model": model, "kv_type": kv_type, "ctx_tokens": ctx_tokens}
         file = TokensFile(tmp_path / "tokens", Origin("1" * 64, "2" * 64, "3" * 64), 16, 1, 1)
-        made = calibrate.CalibrateOptions(file.path, tmp_path / "p.csv", **options)
-        return calibrate._fingerprint(made, file, ready, Sample(48, n_used)), ready
+        made = checkpoints.CalibrateOptions(file.path, tmp_path / "p.csv", **options)
+        return checkpoints.fingerprint_of(made, file, ready, Sample(48, n_used)), ready
 
     first, ready = fingerprint()
-    tally = calibrate.Tally(np.arange(48).reshape(3, 16), 2, 700, 300, 1)
-    options = calibrate.CalibrateOptions(tmp_path / "tokens", tmp_path / "p.csv")
-    calibrate._save_checkpoint(options, tally, first, ready)
+    tally = checkpoints.Tally(np.arange(48).reshape(3, 16), 2, 700, 300, 1)
+    options = checkpoints.CalibrateOptions(tmp_path / "tokens", tmp_path / "p.csv")
+    checkpoints.save(options, tally, first, ready)
     if named is None:
-        loaded = calibrate._load_checkpoint(options, fingerprint()[0])
+        loaded = checkpoints.load(options, fingerprint()[0], 99)
         assert np.array_equal(loaded.counts, tally.counts)
         assert replace(loaded, counts=None) == replace(tally, counts=None)
         return
     with pytest.raises(UsageError, match=f"counted with another {named}$"):
-        calibrate._load_checkpoint(options, fingerprint(**changed)[0])
+        checkpoints.load(options, fingerprint(**changed)[0], 99)
+
+
+@pytest.mark.parametrize("changed", [{"windows": -3}, {"windows": 4}, {"trace_parts": -1}, {"windows": "x"}], ids=str)
+def test_a_checkpoint_of_numbers_that_cannot_be_is_refused(tmp_path: Path, changed: dict) -> None:
+    options = checkpoints.CalibrateOptions(tmp_path / "tokens", tmp_path / "p.csv")
+    model = {"file_id": "f", "model_id": "1" * 64, "n_expert_used": 8}
+    tally = checkpoints.Tally(np.arange(48).reshape(3, 16), 2, 700, 300, 1)
+    checkpoints.save(options, tally, {}, {"model": model})
+    loaded = checkpoints.load(options, {}, 3)
+    assert loaded is not None and loaded.windows == 2
+    partial = checkpoints.partial_path(options.out)
+    ((name, value),) = changed.items()
+    text = partial.read_text()
+    partial.write_text(text.replace(f'"{name}": {getattr(tally, name)}', f'"{name}": {json.dumps(value)}'))
+    assert partial.read_text() != text
+    with pytest.raises(FileFormatError, match="is not a checkpoint of this version's calibration"):
+        checkpoints.load(options, {}, 3)

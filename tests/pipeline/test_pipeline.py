@@ -33,7 +33,7 @@ from engine.placing.evidence import Interval
 from engine.placing.simulate import Recording
 from spark.daemon.client import Deadlines
 from spark.extract import ExtractOptions, extract
-from spark.pipeline import calibrate, replay, validate
+from spark.pipeline import calibrate, checkpoints, replay, validate
 from spark.pipeline import ladder as ladder_of
 from spark.pipeline.tokens import Window, read_tokens, tokenize, write_windows
 from spark.speech.sessions import root_of
@@ -83,13 +83,13 @@ def _no_daemon_is_left() -> Iterator[None]:
 
 
 def run(files: Path, out: Path, config: EngineConfig = CONFIG, **options) -> calibrate.CalibrateReport:
-    made = calibrate.CalibrateOptions(files / "train.parquet", out, **options)
+    made = checkpoints.CalibrateOptions(files / "train.parquet", out, **options)
     return calibrate.calibrate(config, made, DEADLINES, quiet, kept if config == CONFIG else calibrate.here)
 
 
 @pytest.fixture(scope="module")
 def profile(files: Path) -> Path:
-    made = calibrate.CalibrateOptions(files / "train.parquet", files / "profile.csv", max_tokens=MAX_TOKENS)
+    made = checkpoints.CalibrateOptions(files / "train.parquet", files / "profile.csv", max_tokens=MAX_TOKENS)
     calibrate.calibrate(CONFIG, made, DEADLINES, quiet)
     return files / "profile.csv"
 
@@ -114,7 +114,7 @@ def test_calibration_counts_generated_tokens(files: Path, profile: Path) -> None
     assert made.sessions == len({w.session_id for w in windows})
     roots = {root_of(w.session_id) for w in windows if w.generated.any()}
     assert (made.choices == ()) == (len(roots) < evidence.MIN_ROOTS)
-    assert not calibrate.partial_path(profile).exists() and not calibrate.routing_path(profile).exists()
+    assert not checkpoints.partial_path(profile).exists() and not checkpoints.routing_path(profile).exists()
 
 
 def spread(files: Path, name: str, out: Path, n_tokens: int) -> Path:
@@ -135,7 +135,7 @@ def spread(files: Path, name: str, out: Path, n_tokens: int) -> Path:
 def evident(files: Path) -> calibrate.CalibrateReport:
     """A calibration on some of every training session."""
     tokens = spread(files, "train", files / "spread-train.parquet", 12_000)
-    return calibrate.calibrate(CONFIG, calibrate.CalibrateOptions(tokens, files / "evident.csv"), DEADLINES, quiet)
+    return calibrate.calibrate(CONFIG, checkpoints.CalibrateOptions(tokens, files / "evident.csv"), DEADLINES, quiet)
 
 
 @pytest.mark.slow
@@ -177,7 +177,7 @@ def test_what_was_chosen_is_no_worse_than_lru_or_a_fixed_placement(
         extract(ExtractOptions(folder, "both", other / "claude", other / "codex", 1.0), lambda a, b: None)
         tokenize(NANO, folder / "test.jsonl", folder / "test.parquet", WINDOW)
     tokens = spread(folder, "test", tmp_path / "spread-test.parquet", 12_000)
-    counted = calibrate.CalibrateOptions(tokens, tmp_path / "unused.csv", trace_dir=tmp_path / "trace")
+    counted = checkpoints.CalibrateOptions(tokens, tmp_path / "unused.csv", trace_dir=tmp_path / "trace")
     calibrate.calibrate(CONFIG, counted, DEADLINES, quiet)
     made, _ = profiles.load(evident.profile)
     recording = Recording(read_routing(tmp_path / "trace", made.model_id or ""))
@@ -215,7 +215,7 @@ def test_own_continuations_are_counted_too(files: Path, tmp_path: Path) -> None:
     longer = run(files, tmp_path / "b.csv", max_tokens=3 * WINDOW, generate_tokens=7)
     n_windows = (longer.counted_tokens - plain.counted_tokens) / 6  # the last of seven is never fed back
     assert n_windows == int(n_windows) >= 2
-    options = calibrate.CalibrateOptions(
+    options = checkpoints.CalibrateOptions(
         files / "train.parquet", tmp_path / "c.csv", max_tokens=3 * WINDOW, generate_tokens=7
     )
     again = calibrate.calibrate(CONFIG, options, DEADLINES, quiet)  # by a daemon that has done nothing before
@@ -230,7 +230,7 @@ def test_interrupted_and_resumed_equals_unbroken(
 ) -> None:
     """KeyboardInterrupt at two places, and SIGINT and SIGKILL of the whole command from outside."""
     out, trace = tmp_path / "b.csv", tmp_path / "tb"
-    options = calibrate.CalibrateOptions(files / "train.parquet", out, max_tokens=MAX_TOKENS, trace_dir=trace)
+    options = checkpoints.CalibrateOptions(files / "train.parquet", out, max_tokens=MAX_TOKENS, trace_dir=trace)
     if how in ("between windows", "inside the tally"):
         calls = 0
 
@@ -260,7 +260,7 @@ def test_interrupted_and_resumed_equals_unbroken(
         with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.DEVNULL, start_new_session=True) as process:
             deadline = time.monotonic() + 60
             while time.monotonic() < deadline:
-                n_windows = (calibrate.state_of(calibrate.partial_path(out)) or {"windows": 0})["windows"]
+                n_windows = (checkpoints.state_of(checkpoints.partial_path(out)) or {"windows": 0})["windows"]
                 if n_windows >= 4 or (how == "kill before" and trace.exists() and len(part_paths(trace)) >= 4):
                     break
                 time.sleep(0.005)
@@ -269,7 +269,7 @@ def test_interrupted_and_resumed_equals_unbroken(
         psutil.wait_procs(daemons, 30)  # one ends with the window that it is at
         assert process.returncode == (130 if how == "ctrl-c" else -signal.SIGKILL)
     assert not out.exists()
-    partial, _ = profiles.load(calibrate.partial_path(out))
+    partial, _ = profiles.load(checkpoints.partial_path(out))
     whole = profiles.load(unbroken / "a.csv")[0]
     assert 0 <= partial.counts.sum() < whole.counts.sum()
     with pytest.raises(UsageError, match="earlier run"):
@@ -277,7 +277,7 @@ def test_interrupted_and_resumed_equals_unbroken(
     resumed = run(files, out, max_tokens=MAX_TOKENS, trace_dir=trace, resume=True)
     assert 0 <= resumed.resumed_tokens < resumed.tokens and (how == "kill before" or resumed.resumed_tokens)
     assert replace(profiles.load(out)[0], created="") == replace(whole, created="")
-    assert not calibrate.partial_path(out).exists()
+    assert not checkpoints.partial_path(out).exists()
     ta, tb = (read_routing(folder, whole.model_id) for folder in (unbroken / "ta", trace))
     assert np.array_equal(ta.experts, tb.experts)
     assert np.array_equal(ta.position, tb.position)
@@ -293,7 +293,7 @@ def broken_off(files: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     out = tmp_path_factory.mktemp("broken") / "p.csv"
     with pytest.raises(KeyboardInterrupt):
-        calibrate.calibrate(CONFIG, calibrate.CalibrateOptions(files / "train.parquet", out), DEADLINES, interrupt)
+        calibrate.calibrate(CONFIG, checkpoints.CalibrateOptions(files / "train.parquet", out), DEADLINES, interrupt)
     return out.parent
 
 
@@ -316,7 +316,7 @@ def test_a_calibration_goes_on_to_another_length(
     files: Path, tmp_path: Path, to_one_length: calibrate.CalibrateReport, first: int
 ) -> None:
     """Which sessions are chosen by does not depend on how far it was to go when it began."""
-    first_run = calibrate.CalibrateOptions(files / "short-train.parquet", tmp_path / "p.csv", max_tokens=first)
+    first_run = checkpoints.CalibrateOptions(files / "short-train.parquet", tmp_path / "p.csv", max_tokens=first)
 
     def interrupt(label: str, done: int, total: int) -> None:
         if label == "calibrating" and done > 1000:
@@ -335,12 +335,12 @@ def test_a_calibration_goes_on_to_another_length(
 def to_one_length(files: Path) -> calibrate.CalibrateReport:
     """A calibration on a window of each of twelve training sessions, with a trace, that nothing broke off."""
     tokens = spread(files, "train", files / "short-train.parquet", 6000)
-    asked = calibrate.CalibrateOptions(tokens, files / "whole.csv", max_tokens=3000, trace_dir=files / "whole")
+    asked = checkpoints.CalibrateOptions(tokens, files / "whole.csv", max_tokens=3000, trace_dir=files / "whole")
     return calibrate.calibrate(CONFIG, asked, DEADLINES, quiet, kept)
 
 
 def test_other_sessions_are_named_in_words(files: Path, begun: Path) -> None:
-    other = calibrate.CalibrateOptions(files / "test.parquet", begun, count="all", resume=True)
+    other = checkpoints.CalibrateOptions(files / "test.parquet", begun, count="all", resume=True)
     words = r"counted with another token file, another count \(found generated, expected all\)"
     with pytest.raises(UsageError, match=words):
         calibrate.calibrate(CONFIG, other, DEADLINES, quiet, kept)
@@ -357,10 +357,10 @@ def test_a_checkpoint_of_another_quantization_is_refused(files: Path, tmp_path: 
         (other,) = write_gguf(tmp_path / "other.gguf", metadata, tensors | changed)
         with open_model(other) as requantized:
             assert requantized.model_id == model.model_id
-    counted = calibrate.partial_path(begun).read_bytes()
+    counted = checkpoints.partial_path(begun).read_bytes()
     with pytest.raises(UsageError, match=r"counted with another model file$"):
         run(files, begun, replace(CONFIG, model=other), resume=True)
-    assert calibrate.partial_path(begun).read_bytes() == counted
+    assert checkpoints.partial_path(begun).read_bytes() == counted
 
 
 @pytest.mark.slow
@@ -370,7 +370,7 @@ def test_a_model_without_experts_is_refused_as_such_with_a_trace_too(files: Path
         words = {key: v for key, v in model.metadata.items() if key.startswith("tokenizer.")}
     kept = {key: list(v) if isinstance(v, StringArray) else v for key, v in words.items()}
     (dense,) = write_gguf(tmp_path / "d.gguf", {"general.architecture": "qwen35"} | config.metadata() | kept, tensors)
-    options = calibrate.CalibrateOptions(files / "test.jsonl", tmp_path / "p.csv", trace_dir=tmp_path / "trace")
+    options = checkpoints.CalibrateOptions(files / "test.jsonl", tmp_path / "p.csv", trace_dir=tmp_path / "trace")
     with pytest.raises(UsageError, match="has no experts"):
         calibrate.calibrate(replace(CONFIG, model=dense), options, DEADLINES, quiet)
     assert not (tmp_path / "trace").exists()
@@ -382,8 +382,8 @@ def test_a_model_without_experts_is_refused_as_such_with_a_trace_too(files: Path
 @pytest.mark.slow
 def test_a_run_that_counted_nothing_stands_in_no_ones_way(files: Path, tmp_path: Path, unbroken: Path) -> None:
     """It was killed in its first window: its checkpoint is as none, but for the trace that it began."""
-    out, partial = tmp_path / "p.csv", calibrate.partial_path(tmp_path / "p.csv")
-    began = calibrate.CalibrateOptions(files / "train.parquet", out, max_tokens=3 * WINDOW, trace_dir=tmp_path / "t")
+    out, partial = tmp_path / "p.csv", checkpoints.partial_path(tmp_path / "p.csv")
+    began = checkpoints.CalibrateOptions(files / "train.parquet", out, max_tokens=3 * WINDOW, trace_dir=tmp_path / "t")
 
     def kill(label: str, done: int, total: int) -> None:
         if label == "calibrating" and done > 64:
@@ -394,7 +394,7 @@ def test_a_run_that_counted_nothing_stands_in_no_ones_way(files: Path, tmp_path:
     def killed() -> None:
         with pytest.raises(KeyboardInterrupt):
             calibrate.calibrate(config, began, DEADLINES, kill)
-        state = calibrate.state_of(partial)
+        state = checkpoints.state_of(partial)
         assert state is not None and state["windows"] == 0
         for path in part_paths(tmp_path / "t"):  # the daemon may have been done with the window before it was killed
             path.unlink()
@@ -433,7 +433,7 @@ def test_a_resume_never_touches_another_trace(files: Path, begun: Path, unbroken
 
 def test_a_damaged_checkpoint_is_explained(files: Path, tmp_path: Path, profile: Path) -> None:
     made = replace(profiles.load(profile)[0], extra_lines=("# spark-checkpoint: {broken",))
-    profiles.save(made, calibrate.partial_path(tmp_path / "p.csv"))
+    profiles.save(made, checkpoints.partial_path(tmp_path / "p.csv"))
     with pytest.raises(FileFormatError, match="not a checkpoint"):
         run(files, tmp_path / "p.csv", resume=True)
 
@@ -452,10 +452,10 @@ def test_a_dead_daemon_loses_nothing(files: Path, tmp_path: Path, unbroken: Path
                 if child.pid not in others:
                     child.kill()
 
-    options = calibrate.CalibrateOptions(files / "train.parquet", tmp_path / "p.csv", max_tokens=MAX_TOKENS)
+    options = checkpoints.CalibrateOptions(files / "train.parquet", tmp_path / "p.csv", max_tokens=MAX_TOKENS)
     with pytest.raises(DaemonError):
         calibrate.calibrate(CONFIG, options, DEADLINES, kill)
-    assert calibrate.partial_path(tmp_path / "p.csv").exists()
+    assert checkpoints.partial_path(tmp_path / "p.csv").exists()
     run(files, tmp_path / "p.csv", max_tokens=MAX_TOKENS, resume=True)
     assert same_counts(tmp_path / "p.csv", unbroken / "a.csv")
 
@@ -548,7 +548,7 @@ def test_progress_comes_within_a_window(files: Path, tmp_path: Path, profile: Pa
     config = replace(CONFIG, chunk_tokens=64)
     with pytest.raises(KeyboardInterrupt):
         if what == "calibrating":
-            made = calibrate.CalibrateOptions(files / "train.parquet", tmp_path / "p.csv", max_tokens=4000)
+            made = checkpoints.CalibrateOptions(files / "train.parquet", tmp_path / "p.csv", max_tokens=4000)
             calibrate.calibrate(config, made, DEADLINES, progress)
         else:
             judged = validate.ValidateOptions(files / "test.parquet", profile, max_tokens=4000)
@@ -589,7 +589,7 @@ def test_wrong_files_are_explained(files: Path, profile: Path, tmp_path: Path) -
         validate.validate(CONFIG, options, DEADLINES, quiet)
     with pytest.raises(FileFormatError, match=r"foreign\.csv"):
         calibrate.calibrate(
-            CONFIG, calibrate.CalibrateOptions(tmp_path / "foreign.csv", tmp_path / "p.csv"), DEADLINES, quiet
+            CONFIG, checkpoints.CalibrateOptions(tmp_path / "foreign.csv", tmp_path / "p.csv"), DEADLINES, quiet
         )
     with pytest.raises(UsageError, match="window"):
         run(files, tmp_path / "p.csv", replace(CONFIG, ctx_tokens=WINDOW // 2))

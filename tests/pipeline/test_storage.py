@@ -23,7 +23,7 @@ from engine.ground.errors import FileFormatError, MissingExtraError, SparkError,
 from spark import storage
 from spark.daemon.client import Deadlines
 from spark.extract import ExtractOptions, extract
-from spark.pipeline import calibrate, tokens
+from spark.pipeline import calibrate, checkpoints, tokens
 from spark.pipeline import profiles as beside
 from spark.pipeline.tokens import TokensFile
 from tests.command_line import NANO, SAMPLES, environment, refused, spark
@@ -275,7 +275,7 @@ def test_extracted_sessions_are_sent_together_or_not_at_all(
 
 def counted(data: str | Path, out: Path) -> profiles.Profile:
     config = EngineConfig(model=NANO, device="cpu", policy="uniform", ctx_tokens=512)
-    calibrate.calibrate(config, calibrate.CalibrateOptions(data, out), Deadlines(ready_s=60, total_s=100), nothing)
+    calibrate.calibrate(config, checkpoints.CalibrateOptions(data, out), Deadlines(ready_s=60, total_s=100), nothing)
     return profiles.load(out)[0]
 
 
@@ -303,10 +303,10 @@ def test_a_trace_goes_to_a_url_whole_or_not_at_all(
 ) -> None:
     out, url = tmp_path / "p.csv", "memory://team/trace"
     config = EngineConfig(model=NANO, device="cpu", policy="uniform", ctx_tokens=512)
-    given = calibrate.CalibrateOptions(made / "tokens/a.parquet", out, trace_dir=calibrate.staging_path(out))
+    given = checkpoints.CalibrateOptions(made / "tokens/a.parquet", out, trace_dir=checkpoints.staging_path(out))
     given = replace(given, trace_url=url, max_tokens=1200)
 
-    def run(options: calibrate.CalibrateOptions) -> None:
+    def run(options: checkpoints.CalibrateOptions) -> None:
         calibrate.calibrate(config, options, Deadlines(ready_s=60, total_s=100), nothing)
 
     def lost(source: str, target: str) -> None:
@@ -329,7 +329,7 @@ def test_a_trace_goes_to_a_url_whole_or_not_at_all(
         assert MEMORY.cat_file(f"/team/trace/{name}") == (tmp_path / "t" / name).read_bytes()
     assert {path.name for path in tmp_path.iterdir()} == {"p.csv", "q.csv", "t"}
     with pytest.raises(UsageError, match="memory://team/trace has a trace already"):
-        run(replace(given, out=tmp_path / "r.csv", trace_dir=calibrate.staging_path(tmp_path / "r.csv")))
+        run(replace(given, out=tmp_path / "r.csv", trace_dir=checkpoints.staging_path(tmp_path / "r.csv")))
     assert not list(tmp_path.glob("r.csv*"))
 
 
