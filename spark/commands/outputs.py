@@ -115,6 +115,8 @@ def _named(parameters: Mapping[str, tuple[Reads | Writes, str, str]], values: Ma
 
             yield _Named(default_path(values["model"]), use, "the profile beside the model", flag)
         for path in value if isinstance(value, list | tuple) else [value]:
+            if path == "" and use.urls:  # of a shell variable that is not set; as a path it is the folder one is in
+                raise UsageError(f"{flag}: expected a name, found an empty one")
             if isinstance(path, str) and use.urls:
                 for there, read_as in _local(path, use):
                     yield _Named(there, read_as, words, flag)

@@ -92,6 +92,8 @@ def test_no_output_is_an_input_or_another_output(files: Path, arguments: str, wo
         ("extract-sessions --out-dir memory://run[1]", "a name with '[' stands for several files"),
         ("calibrate nano.gguf t.parquet --trace memory://t/*", "a name with '*' stands for several files"),
         ("calibrate nano.gguf t.parquet --out memory://x/", "memory://x/ is a folder, expected the name of a file"),
+        ("calibrate nano.gguf t.parquet --out=", "--out: expected a name, found an empty one"),
+        ("extract-sessions --out-dir=", "--out-dir: expected a name, found an empty one"),
         ("calibrate nano.gguf t.parquet --out memory://", "memory:// is a folder, expected the name of a file"),
     ],
 )
