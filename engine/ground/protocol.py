@@ -56,7 +56,7 @@ class Generate:
         log-probability; None: neither. They are the model's: before penalties, temperature and grammar.
     same_prompt_as: id of a running request with the same `tokens`, which is read once for both; where there is none
         (any more), it changes nothing.
-    shared_by: how many more requests are to name this one so. Its prompt is kept for them while any of them runs.
+    shared_by: how many more requests are to name this one so. Its prompt is kept for them.
     draft: whether tokens may be proposed that are checked beside the one that is due; it changes no token.
     prediction: tokens that may come in the reply, to propose from.
     kv_recall: what decoded tokens read of the context, where the engine reads a part; None: as it does by itself.

@@ -15,6 +15,8 @@ from engine.ground.protocol import Generate
 from engine.memory.kv import Fork
 from engine.ops import F32
 
+MOST_LEFT = 8  # families whose fork waits for others though all that came have ended
+
 
 @dataclass(slots=True, eq=False)
 class Kept:
@@ -61,8 +63,8 @@ class Family:
         self.drop_unneeded()
 
     def drop_unneeded(self) -> None:
-        """Drop the fork where nobody is to go on from it any more: the others have begun, or all have ended."""
-        if self._kept is not None and not self.pending and not (self.awaited and self.members):
+        """Drop the fork where nobody is to go on from it any more: all have come, and begun."""
+        if self._kept is not None and not self.pending and not self.awaited:
             self.drop(self._kept.fork)
             self._kept = None
 
@@ -72,11 +74,14 @@ class Families:
 
     def __init__(self, drop: Callable[[Fork], None]) -> None:
         self._drop = drop
+        self._left: list[Family] = []  # without members, and with a fork for those that are still to come
         self._of: dict[int, Family] = {}  # by the ids of members and by names, whose requests may have ended
 
     def add(self, request: Generate, unread: Iterable[Generate]) -> None:
         """Take a new request in. unread: those that run or wait and whose prompt has not been read."""
-        self._of.pop(request.id, None)  # an id that is used again is another request
+        other = self._of.pop(request.id, None)  # an id that is used again is another request
+        if other is not None:
+            self._forget(other)
         named = request.same_prompt_as
         if named is None:
             if request.shared_by:
@@ -93,6 +98,8 @@ class Families:
         elif family.tokens != request.tokens:
             return
         family.awaited = max(0, family.awaited - 1)
+        if family in self._left:
+            self._left.remove(family)
         self._join(family, request.id)
 
     def _join(self, family: Family, request_id: int) -> None:
@@ -112,8 +119,14 @@ class Families:
             return request_id
         return family.pending[0]
 
+    def cancel(self, request_id: int) -> None:
+        """Where the last of a family is given up, nobody is to come any more; called before its end."""
+        family = self.of(request_id)
+        if family is not None and family.members == {request_id}:
+            family.awaited = 0
+
     def end(self, request_id: int) -> None:
-        """Forget a request; with the last of a family, all of it."""
+        """Forget a request; with the last of a family, all of it, unless it has a fork for some that are to come."""
         family = self.of(request_id)
         if family is None:
             return
@@ -121,8 +134,22 @@ class Families:
         family.begun(request_id)
         if request_id != family.name:
             del self._of[request_id]
-        if not family.members and self._of.get(family.name) is family:
+        if family.members or self._of.get(family.name) is not family:
+            return
+        if family.awaited and family.kept is not None:
+            self._left.append(family)
+            family = self._left.pop(0) if len(self._left) > MOST_LEFT else None
+        if family is not None:
+            self._forget(family)
+
+    def _forget(self, family: Family) -> None:
+        """Let nobody come to a family any more."""
+        if family in self._left:
+            self._left.remove(family)
+        if self._of.get(family.name) is family:
             del self._of[family.name]
+        family.awaited = 0
+        family.drop_unneeded()
 
     def __len__(self) -> int:
         """Ids that are known."""

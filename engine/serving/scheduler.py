@@ -359,6 +359,7 @@ class Engine:
         """Forget a request, of which no further event comes; False where there is none."""
         for job in (*self._running, *self._waiting):
             if job.id == request_id:
+                self._families.cancel(request_id)
                 self._finish(job)
                 return True
         return False

@@ -188,8 +188,9 @@ class GenerateTask(Reply):
         self.decoding = sequence.length == self.n_to_read
         if logits is not None:
             self._share(logits)
-        told = not (self.decoding and self.made)
-        return [Progress(self.id, sequence.length, self.n_to_read, self.cached_tokens or 0)] if told else []
+        if self.made:  # it was put back, and its client knows that the prompt was read
+            return []
+        return [Progress(self.id, sequence.length, self.n_to_read, self.cached_tokens or 0)]
 
     def drawn(self) -> list[Event]:
         """What its client is told of the first token."""
@@ -414,7 +415,7 @@ class ScoreTask:
             nll=float(-logprobs[generated].sum()) if request.logprobs else None,
             logprobs=tuple(logprobs[1:].tolist()) if request.logprobs else None,
         )
-        yield [done]
+        yield [Progress(request.id, len(tokens), len(tokens)), done]
 
     def _open_trace(self) -> AbstractContextManager[TraceWriter | None]:
         request, c = self.request, self.loaded.source.config

@@ -12,7 +12,7 @@ import pytest
 from engine.ground.protocol import Done, Error, Event, Generate, Progress, Tokens
 from engine.ground.sampling import Sampling
 from engine.memory.kv import Fork
-from engine.serving.families import Families
+from engine.serving.families import MOST_LEFT, Families
 from engine.serving.scheduler import Engine
 
 N = 150  # tokens of the prompt: two blocks and a part of one, longer than the windows of the tiny models
@@ -307,11 +307,33 @@ def test_nothing_is_kept_for_those_that_never_come(opened: Open) -> None:
         engine.submit(replace(request, id=request_id, shared_by=3))
         until_tokens(engine, request_id)
         assert len(engine._families) == 1
-        if request_id == 2:
-            engine.cancel(2)
+        engine.cancel(request_id)
         drain(engine)
         assert not len(engine._families)
     assert not engine.loaded.prefixes.forks.give_up()
+
+
+def test_those_that_come_when_the_first_has_ended_go_on_from_its_prompt(opened: Open) -> None:
+    """As it has where it writes one token; of such families no more are kept than a few."""
+    engine = opened("cpu")
+    requests = family(3, made=1)
+    expected = alone(engine, requests)
+    engine.fed = 0
+    engine.submit(replace(requests[0], shared_by=2))
+    events = drain(engine)
+    for request in requests[1:]:
+        engine.submit(request)
+        events += drain(engine)
+    assert replies(events) == expected and engine.fed == N and not len(engine._families)
+    assert not engine.loaded.prefixes.forks.give_up()
+    for request_id in (*range(10, 10 + 2 * MOST_LEFT), 10 + MOST_LEFT):
+        engine.submit(replace(requests[0], id=request_id, shared_by=1))
+        drain(engine)
+        assert len(engine._families) <= MOST_LEFT
+    for request_id in range(10 + MOST_LEFT, 10 + 2 * MOST_LEFT):
+        engine.submit(replace(requests[1], id=100, same_prompt_as=request_id))
+        drain(engine)
+    assert not len(engine._families) and not engine.loaded.prefixes.forks.give_up()
 
 
 def test_a_name_with_other_tokens_is_not_of_the_family(opened: Open) -> None:
@@ -371,12 +393,14 @@ def test_cached_tokens_are_told_while_the_prompt_is_read(opened: Open) -> None:
 
 def test_families_are_forgotten() -> None:
     """Ids come back, requests name what has ended, and nothing is kept of what is over."""
-    rng, dropped = np.random.default_rng(0), []
+    rng, dropped, made = np.random.default_rng(0), list[Fork](), list[Fork]()
     families, alive = Families(dropped.append), {}
     for _ in range(3000):
         request_id = int(rng.integers(0, 12))
         if request_id in alive:
             del alive[request_id]
+            if rng.random() < 0.5:
+                families.cancel(request_id)
             families.end(request_id)
         else:
             named = None if rng.random() < 0.3 else int(rng.integers(0, 12))
@@ -391,11 +415,16 @@ def test_families_are_forgotten() -> None:
                 assert set(family_of.pending) <= family_of.members <= set(alive)
                 if rng.random() < 0.1 and families.reader(other) == other:
                     if family_of.wants(other):
-                        family_of.keep(type("Kept", (), {"fork": Fork(2, [], [], None), "logits": None})())
+                        made.append(Fork(2, [], [], None))
+                        family_of.keep(type("Kept", (), {"fork": made[-1], "logits": None})())
                     family_of.begun(other)
         waiting = [other for other in alive if families.reader(other) != other]
         assert not waiting or any(families.reader(other) == other for other in alive)
-        assert len(families) <= 2 * len(alive)
+        assert len(families) <= 2 * len(alive) + MOST_LEFT
     for request_id in alive:
+        families.cancel(request_id)
         families.end(request_id)
-    assert len(families) == 0 and dropped
+    assert len(families) <= MOST_LEFT and len(made) - len(dropped) <= MOST_LEFT
+    for request_id in range(12):  # ids that come again
+        families.add(Generate(request_id, (2,), 1), ())
+    assert len(families) == 0 and len(dropped) == len(made) > 0
