@@ -4,8 +4,10 @@ Nothing here knows a model, a cache or a clock. `decide` names a unit, the loop 
 whoever has to make room is named by `gives_way`. The rules, in the order in which they are asked:
 
 1. Who has waited longest begins as soon as there is room, as long as there are places. One whose form is being compiled
-   or whose prompt another is to read is passed over. A score runs alone. Pinned slots follow the counts only before one
-   begins beside nobody.
+   or whose prompt another is to read is passed over. Who has to wait for room is passed, too, by those who have some,
+   as far as that keeps nothing from him: when all have ended that began in their turn, he has room beside them. (Batch
+   systems call it backfilling: Lifka, "The ANL/IBM SP scheduling system", 1995.) A score runs alone. Pinned slots
+   follow the counts only before one begins beside nobody.
 2. A token whose mask was late is drawn as soon as the mask has come.
 3. Who runs ahead of the host stops when anybody else wants a step.
 4. Prompts are read in turn, a chunk each; then those that decode get the time that it took before the next chunk. The
@@ -33,7 +35,7 @@ class Running:
     number: its place, 0, 1, ... turn: when it began, counted. state: its prompt is read, or it decodes, or its next
     token is held for a mask that is late, or that has come. to_read, left: tokens of its own to be in the cache before
     the next is drawn, all of them, and those that may still be drawn. cached: positions in the cache; None: it holds
-    nothing. formed: a form binds its reply, so it never runs ahead.
+    nothing. formed: a form binds its reply, so it never runs ahead. passed: it began before one who waited longer.
     """
 
     id: int
@@ -45,11 +47,15 @@ class Running:
     cached: int | None
     score: bool = False
     formed: bool = False
+    passed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Waiting:
-    """One that waits. to_read, left: as of `Running`. ready: its form is compiled. reader: who reads its prompt."""
+    """One that waits. to_read, left: as of `Running`. ready: its form is compiled. reader: who reads its prompt.
+
+    back: it ran before, and was put back.
+    """
 
     id: int
     to_read: int
@@ -57,6 +63,7 @@ class Waiting:
     score: bool = False
     ready: bool = True
     reader: int | None = None
+    back: bool = False
 
     @property
     def may_begin(self) -> bool:
@@ -68,19 +75,27 @@ class Waiting:
 class Room:
     """Blocks of `block_tokens` positions that are free, or would be if prefixes gave theirs up; free recurrent states.
 
-    states: None for a model without recurrent layers.
+    states: None for a model without recurrent layers. total: blocks that there are.
     """
 
     free: int
     reclaimable: int
     block_tokens: int
     states: int | None = None
+    total: int = 0
 
     def holds(self, lengths: Sequence[int]) -> bool:
         """Whether new sequences of so many tokens, and a few more each, fit beside what is held."""
         if self.states is not None and self.states < len(lengths):
             return False
-        return sum(n // self.block_tokens + 1 for n in lengths) <= self.free + self.reclaimable
+        return self._blocks(lengths) <= self.free + self.reclaimable
+
+    def would_hold(self, lengths: Sequence[int]) -> bool:
+        """Whether they would fit if nothing else was held."""
+        return self._blocks(lengths) <= self.total
+
+    def _blocks(self, lengths: Sequence[int]) -> int:
+        return sum(n // self.block_tokens + 1 for n in lengths)
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,11 +121,15 @@ class View:
 
 @dataclass(frozen=True, slots=True)
 class Admit:
-    """Let one begin, in a place that is free; first, where `follow`, let the pinned slots follow the counts."""
+    """Let one begin, in a place that is free; first, where `follow`, let the pinned slots follow the counts.
+
+    passes: one who waits longer has no room yet.
+    """
 
     id: int
     number: int
     follow: bool
+    passes: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,11 +250,24 @@ def gives_way(running: Iterable[Running], needy: int) -> int | None:
 def _admitted(view: View) -> Admit | None:
     if len(view.running) >= view.places:
         return None
-    job = next((job for job in view.waiting if job.may_begin), None)
-    if job is None or (view.running and not _fits_beside(job, view)):
+    able = [job for job in view.waiting if job.may_begin]
+    chosen = able[0] if able else None
+    if chosen is not None and view.running and not _fits_beside(chosen, view):
+        chosen = next((job for job in able[1:] if _may_pass(job, able[0], view)), None)
+    if chosen is None:
         return None
     taken = {task.number for task in view.running}
-    return Admit(job.id, next(n for n in range(view.places) if n not in taken), follow=not view.running)
+    number = next(n for n in range(view.places) if n not in taken)
+    return Admit(chosen.id, number, follow=not view.running, passes=chosen is not able[0])
+
+
+def _may_pass(job: Waiting, first: Waiting, view: View) -> bool:
+    """Whether one may begin though the first has no room: a place, a state and his room are left for him."""
+    states, new = view.room.states, sum(task.cached is None for task in view.running) + 2
+    if first.score or first.back or len(view.running) + 1 >= view.places or (states is not None and states < new):
+        return False
+    passed = [max(_needs(task), task.cached or 0) for task in view.running if task.passed]
+    return view.room.would_hold([_needs(first), _needs(job), *passed]) and _fits_beside(job, view)
 
 
 def _fits_beside(job: Waiting, view: View) -> bool:

@@ -267,7 +267,8 @@ class Engine:
             return Running(task.id, task.number, task.turn, "reading", len(task.request.tokens), 0, cached, score=True)
         to_read, left = self._needs(task)
         return Running(
-            task.id, task.number, task.turn, task.state, to_read, left, cached, formed=task.grammar is not None
+            task.id, task.number, task.turn, task.state, to_read, left, cached, formed=task.grammar is not None,
+            passed=task.passed,
         )
 
     def _awaited(self, job: Generate | Score | Task) -> Waiting:
@@ -275,7 +276,8 @@ class Engine:
             return Waiting(job.id, 0, 0, score=True)
         to_read, left = self._needs(job)
         is_formed = job.id not in self._forms or self._forms[job.id].is_ready
-        return Waiting(job.id, to_read, left, ready=is_formed, reader=self._families.reader(job.id))
+        reader, back = self._families.reader(job.id), isinstance(job, Task)
+        return Waiting(job.id, to_read, left, ready=is_formed, reader=reader, back=back)
 
     def _needs(self, job: Generate | GenerateTask) -> tuple[int, int]:
         """Positions for which it needs blocks of its own before a token is drawn, and tokens that may be drawn."""
@@ -288,7 +290,8 @@ class Engine:
         kv = self.loaded.kv
         free = min((kv.pools[group].free_blocks for group in kv.full_groups), default=1 << 62)
         reclaimable = self.loaded.prefixes.reclaimable_tokens // KV_BLOCK_TOKENS
-        return Room(free, reclaimable, KV_BLOCK_TOKENS, None if kv.states is None else kv.states.free_blocks)
+        total = min((kv.pools[group].n_blocks for group in kv.full_groups), default=1 << 62)
+        return Room(free, reclaimable, KV_BLOCK_TOKENS, None if kv.states is None else kv.states.free_blocks, total)
 
     def _do(self, work: Work) -> list[Event]:
         """Do what was decided; the events of it."""
@@ -377,7 +380,7 @@ class Engine:
             self._families.end(job.id)
             self._requests += 1
             return [error_event(job.id, error)]
-        task.turn, task.number = next(self._turns), work.number
+        task.turn, task.number, task.passed = next(self._turns), work.number, work.passes
         self._running.append(task)
         return []
 

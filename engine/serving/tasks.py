@@ -39,8 +39,8 @@ SLICE_S = 0.025  # tokens are sent in groups: at most one event of a request eve
 class GenerateTask(Reply):
     """A request to generate: a reply, the reading of its prompt, and what its client is told.
 
-    decoding: the prompt is read. turn: when it began, counted. read_tokens, reused_tokens: fed in chunks, and begun
-    after, counted again when it is fed again.
+    decoding: the prompt is read. turn: when it began, counted. passed: before one who waited longer. read_tokens,
+    reused_tokens: fed in chunks, and begun after, counted again when it is fed again.
     """
 
     def __init__(
@@ -63,6 +63,7 @@ class GenerateTask(Reply):
         self.recall = part_of(request.kv_recall, None if recalling is None else recalling.served)
         self._families = families
         self.turn = 0
+        self.passed = False
         self.decoding = False
         self.cached_tokens: int | None = None
         self.read_tokens = self.reused_tokens = 0
@@ -352,6 +353,7 @@ class ScoreTask:
         self.loaded = loaded
         self.request = request
         self.number = self.turn = 0
+        self.passed = False
         self.reason: str | None = None
         self.read_tokens = self.reused_tokens = 0
         self.sequence: Sequence | None = None

@@ -52,6 +52,7 @@ class Job:
     turn: int = -1
     number: int = -1
     begun: bool = False  # once
+    passed: bool = False  # it began before one who waited longer
 
     @property
     def to_read(self) -> int:
@@ -82,6 +83,7 @@ class Simulation:
     done: list[int] = field(default_factory=list)
     idle_units: int = 0
     together: int = 0  # chunks in one step, at most
+    passes: int = 0  # that began before one who waited longer
 
     # --- what there is ----------------------------------------------------------------------------
 
@@ -105,15 +107,15 @@ class Simulation:
         return View(
             tuple(
                 Running(j.id, j.number, j.turn, self.state(j), j.to_read, j.reply - j.made, j.cached, j.score,
-                        j.form is not None)
+                        j.form is not None, j.passed)
                 for j in self.running
             ),
             tuple(
                 Waiting(j.id, j.to_read, j.reply - j.made, j.score, j.form is None or j.form <= self.units,
-                        self.reader(j))
+                        self.reader(j), j in self.put_back)
                 for j in self.waiting
             ),
-            Room(self.free, 0, self.block, free_states), PLACES, self.owed_s, self.last_read,
+            Room(self.free, 0, self.block, free_states, BLOCKS // self.block), PLACES, self.owed_s, self.last_read,
             None if self.ahead is None else self.ahead.id, self.put_back_at == self.releases, idle=True,
         )  # fmt: skip
 
@@ -141,9 +143,10 @@ class Simulation:
 
     def do(self, work: Work, took: float) -> None:
         match work:
-            case Admit(request_id, number, _):
+            case Admit(request_id, number, _, passes):
                 job = self.by_id(self.waiting, request_id)
                 self.waiting.remove(job)
+                job.passed = passes
                 job.number, job.turn, job.begun = number, self.turns, True
                 self.turns += 1
                 self.running.append(job)
@@ -253,8 +256,8 @@ class Simulation:
         if any(task.score for task in view.running):
             assert len(view.running) == 1, "a score is not alone"
         match work:
-            case Admit(request_id, number, follow):
-                self.check_admission(view, request_id, number, follow)
+            case Admit(request_id, number, follow, passes):
+                self.check_admission(view, request_id, number, follow, passes)
             case Draw(request_id):
                 assert self.state(self.by_id(self.running, request_id)) == "due"
             case Read(ids):
@@ -283,20 +286,30 @@ class Simulation:
                 beginning = [job for job in view.waiting if job.may_begin]
                 assert not beginning or view.running, "nothing runs, and who could begin waits"
 
-    def check_admission(self, view: View, request_id: int, number: int, follow: bool) -> None:
+    def check_admission(self, view: View, request_id: int, number: int, follow: bool, passes: bool) -> None:
         assert follow == (not view.running), "pinned slots follow inside a request, or not between two"
         assert number not in {task.number for task in view.running}
         job = self.by_id(self.waiting, request_id)
         before = list(itertools.takewhile(lambda other: other is not job, self.waiting))
-        for other in before:
-            assert (other.form or 0) > self.units or self.reader(other) != other.id, "somebody is passed over"
+        able = [other for other in before if (other.form or 0) <= self.units and self.reader(other) == other.id]
+        assert passes == bool(able), "somebody is passed over"
+        growth = schedule.GROWTH_TOKENS
+        if able:  # the first of them has no room, and will have it when those have ended that began in their turn
+            first, beside = able[0], [other for other in self.running if other.passed]
+            assert not first.score and first not in self.put_back and len(self.running) + 2 <= PLACES
+            needs = [max(j.cached or 0, j.to_read + min(j.reply - j.made, growth)) for j in (first, job, *beside)]
+            assert sum(-(-n // self.block) for n in needs) <= BLOCKS // self.block, "who waits longest is kept waiting"
+            assert self.states is None or len(self.running) + 2 <= self.states
+            self.passes += 1
+            needs = [max(j.cached or 0, j.to_read + min(j.reply - j.made, growth)) for j in (*self.running, first)]
+            blocks = sum(-(-n // self.block) for n in needs) + len(needs)
+            assert blocks > BLOCKS // self.block, "the first had room"
         assert (job.form or 0) <= self.units and self.reader(job) == job.id
-        if self.put_back:
+        if self.put_back and not passes:
             assert job is self.put_back.pop(0), "who was put back is not the first again"
             assert not view.running or self.put_back_at != self.releases, "nobody has ended since it was put back"
         if view.running:
             assert not job.score
-            growth = schedule.GROWTH_TOKENS
             needs = [max(j.cached or 0, j.to_read + min(j.reply - j.made, growth)) for j in (*self.running, job)]
             # Blocks that are begun twice are not counted; replies get longer than that, too, and then one is put back.
             slack = len(self.running) if self.block > 1 else 0
@@ -355,6 +368,25 @@ def test_the_simulation_meets_what_the_rules_are_about() -> None:
     simulation.run()
     assert seen == {Admit, Draw, Read, Decode, Ahead, Recompute, Wait}
     assert simulation.put_back_at >= 0 and simulation.together > 1
+
+
+def test_short_ones_pass_one_that_waits_for_room_and_keep_it_from_nothing() -> None:
+    """However many come: what runs beside it leaves it a place and its room, so it begins when the first has ended."""
+    shorts = [Job(10 + i, 2 + i, 2, 3) for i in range(30)]
+    simulation = Simulation([Job(0, 0, 10, 30), Job(1, 1, 30, 5), *shorts], [1.0])
+    begun: list[tuple[int, bool]] = []
+    check = simulation.check
+
+    def watched(view: View, work: Work) -> None:
+        if isinstance(work, Admit):
+            begun.append((work.id, 0 in simulation.done))
+        check(view, work)
+
+    simulation.check = watched  # type: ignore[method-assign]
+    simulation.run()
+    passed = [request_id for request_id, _ in begun[: begun.index((1, True))]]
+    assert passed[0] == 0 and passed[1:] == list(range(10, 10 + len(passed) - 1)) and len(passed) > 4
+    assert next(request_id for request_id, ended in begun if ended) == 1
 
 
 def test_nobody_begins_before_those_that_were_put_back_have_room() -> None:
