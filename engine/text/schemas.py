@@ -23,6 +23,8 @@ OPTIONS = ("anyOf", "oneOf")
 _DEFINITIONS = ("$defs", "definitions")
 _IN_PLACE = {"$ref", "allOf", *OPTIONS}  # keywords whose schemas are of the same value
 _MORE_IN_PLACE = {"$dynamicRef", "$recursiveRef", "if", "not", "dependentSchemas", "dependencies"}  # none is served
+# Formats of strings that the library enforces.
+FORMATS = ("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri")
 MOST_CLOSED = 1 << 16  # schemas that one is made of: as many as there may be values in what was asked for
 MOST_DEEP = 256  # schemas within each other, through references, too: the library's stack has room for some 900
 
@@ -93,6 +95,7 @@ def resolved(reference: Any, root: Any) -> Any:
 def telling(schema: Mapping[str, Any]) -> dict[str, Any]:
     """A schema without keywords that say nothing where they stand; the library refuses them or reads more into them.
 
+    A `format` that the library does not know is an annotation, as by JSON Schema all are.
     Beside `additionalItems` it drops `prefixItems`, as of a draft that has none. It does not know
     `"unevaluatedProperties": false`, which is `additionalProperties` where no schema beside it is of the same value.
     """
@@ -105,6 +108,10 @@ def telling(schema: Mapping[str, Any]) -> dict[str, Any]:
         idle |= {"minContains", "maxContains"}
     if schema.get("uniqueItems") is False:
         idle.add("uniqueItems")
+    if schema.get("format") not in FORMATS:
+        idle.add("format")
+    if schema.get("propertyNames") in (True, {}, {"type": "string"}):  # which names are
+        idle.add("propertyNames")
     told = {key: value for key, value in schema.items() if key not in idle}
     if told.get("unevaluatedProperties") is False and (_IN_PLACE | _MORE_IN_PLACE).isdisjoint(told):
         del told["unevaluatedProperties"]

@@ -15,6 +15,7 @@ from typing import Any, TypeAlias
 
 from engine.ground.errors import SparkError
 from engine.ground.protocol import MAX_TOP_LOGPROBS
+from spark.apis import dialects
 from spark.apis.http import explain, openai_error
 from spark.apis.recall import kept_messages, kv_recall
 from spark.apis.written import Written
@@ -44,11 +45,12 @@ _NOTES = {
 _Tools: TypeAlias = tuple[dict[str, Any], ...]
 _REASONING = ("reasoning_content", "reasoning", "reasoning_text")  # what clients call it that send it back
 _VARIABLES = ("enable_thinking", "preserve_thinking", "reasoning_effort")  # of templates, that may be given
+_FORMER = {"functions": "tools", "function_call": "tool_choice"}  # of the API, and what came in their place
 # What cannot be done, and the values that ask for nothing.
 _UNSUPPORTED: Mapping[str, Sequence[Any]] = {
     "logit_bias": [{}],
-    "functions": [[]],
-    "function_call": ["none"],
+    "echo": [False],
+    "best_of": [1],
     "audio": [],
     "modalities": [["text"]],
     "web_search_options": [],
@@ -58,7 +60,8 @@ _UNSUPPORTED: Mapping[str, Sequence[Any]] = {
 
 def parse(body: Mapping[str, Any]) -> Conversation:
     """Check the body of a request; raises RequestError that names the field."""
-    c.refuse(body, _UNSUPPORTED)
+    c.refuse(body, {**_UNSUPPORTED, **dialects.UNSUPPORTED})
+    c.refuse_moved(body, _FORMER, {"functions": [[]], "function_call": ["none"]})
     tools = c.unique_tools([_tool(f"tools[{i}]", t) for i, t in enumerate(c.records(body, "tools", c.MAX_TOOLS, []))])
     messages = c.records(body, "messages", c.MAX_MESSAGES)
     if not messages:
@@ -67,21 +70,34 @@ def parse(body: Mapping[str, Any]) -> Conversation:
     stream_options(body)
     choice, tools = _choice(body.get("tool_choice"), tools)
     made = tuple(_message(f"messages[{i}]", message) for i, message in enumerate(messages))
+    recall = kv_recall(body)
+    kept = kept_messages(body, [(i, i + 1) for i in range(len(made))], made)
+    form_field, form = dialects.schema(body)
+    written = ""
+    if dialects.continues(body, messages):
+        if made[-1].role != "assistant" or made[-1].tool_calls or len(made) == 1:
+            raise c.refusal("continue_final_message", "expected a text of the assistant's as the last of the messages")
+        if form is not None and made[-1].content.strip():
+            raise c.refusal(form_field, "not together with a last message that is the beginning of the reply")
+        written, made = made[-1].content, made[:-1]
     return Conversation(
         messages=made,
         tools=tools,
         tool_choice=choice,
         parallel_calls=c.get(body, "parallel_tool_calls", bool, True),
         max_tokens=c.limit(body, name),
-        sampling=c.sampling(body),
+        sampling=dialects.sampling(body),
         stops=c.stops(body.get("stop")),
         reasoning=_reasoning(body),
-        response_schema=c.response_schema("response_format", body.get("response_format"), "json_schema"),
+        response_schema=form,
+        form_field=form_field,
+        written=written,
+        endless=dialects.endless(body),
         choices=c.integer(body, "n", 1, c.MAX_CHOICES) or 1,
         logprobs=_logprobs(body),
         draft=c.draft(body),
-        kv_recall=kv_recall(body),
-        kept_messages=kept_messages(body, [(i, i + 1) for i in range(len(made))], made),
+        kv_recall=recall,
+        kept_messages=kept,
         prediction=_prediction(body),
         stream=c.get(body, "stream", bool, False),
     )

@@ -9,6 +9,7 @@ from typing import Any, TypeAlias
 
 from engine.ground.errors import SparkError
 from engine.ground.protocol import MAX_TOKENS, MAX_TOP_LOGPROBS
+from spark.apis import dialects
 from spark.apis.chat import Choices, event, stream_options
 from spark.apis.http import explain, openai_error
 from spark.apis.recall import kv_recall, no_messages
@@ -28,7 +29,7 @@ _Raw: TypeAlias = str | tuple[int, ...]
 
 def parse(body: Mapping[str, Any]) -> Conversation:
     """Check the body of a request; raises RequestError that names the field."""
-    c.refuse(body, _UNSUPPORTED)
+    c.refuse(body, {**_UNSUPPORTED, **dialects.UNSUPPORTED})
     stream_options(body)
     choices = c.integer(body, "n", 1, c.MAX_CHOICES) or 1
     recall = kv_recall(body)
@@ -39,13 +40,16 @@ def parse(body: Mapping[str, Any]) -> Conversation:
     if len(prompts) * choices > MAX_REPLIES:
         raise c.refusal("prompt", f"{len(prompts)} prompts with {choices} choices each; the limit is {MAX_REPLIES}")
     max_tokens = c.limit(body, "max_tokens", 0)
+    form_field, form = dialects.schema(body)
     return Conversation(
         raw=prompts[0],
         more_raw=prompts[1:],
         max_tokens=_DEFAULT_TOKENS if max_tokens is None else max_tokens,
-        sampling=c.sampling(body),
+        sampling=dialects.sampling(body),
         stops=c.stops(body.get("stop")),
-        response_schema=c.response_schema("response_format", body.get("response_format"), "json_schema"),
+        response_schema=form,
+        form_field=form_field,
+        endless=dialects.endless(body),
         choices=choices,
         logprobs=None if body.get("logprobs") is False else c.integer(body, "logprobs", 0, MAX_TOP_LOGPROBS),
         draft=c.draft(body),

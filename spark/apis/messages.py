@@ -25,6 +25,11 @@ from spark.speech.sessions import Message, ToolCall
 
 _BILLING = "x-anthropic-billing-header"
 _UNSUPPORTED: Mapping[str, Sequence[Any]] = {"mcp_servers": [[]], "container": []}
+# Fields of chat completions, and what is in their place here.
+_ELSEWHERE = {
+    "response_format": "output_config.format", "stop": "stop_sequences", "max_completion_tokens": "max_tokens",
+    "n": "a request for each reply",
+}  # fmt: skip
 # What the official SDKs' tool runners know: they leave the field out then, and ask again.
 _UNTHREADED = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
 _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
@@ -67,6 +72,7 @@ def _omits(body: Mapping[str, Any]) -> bool:
 
 def _parse(body: Mapping[str, Any], max_tokens: int | None) -> Conversation:
     c.refuse(body, _UNSUPPORTED)
+    c.refuse_moved(body, _ELSEWHERE, {"n": [1], "stop": [[], ""]})
     if body.get("thread") is not None:
         raise RequestError("thread: not supported", hint="leave thread out", field="thread", details=_UNTHREADED)
     messages = [Message("system", text)] if (text := _system(body.get("system"))) else []

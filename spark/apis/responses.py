@@ -35,6 +35,11 @@ from spark.speech.sessions import Message
 MAX_ECHO_BYTES = 64 << 10  # of JSON: what a response repeats of the request's tools, instructions and the like
 _MAX_METADATA, _MAX_METADATA_KEY, _MAX_METADATA_VALUE = 16, 64, 512
 _UNSUPPORTED: Mapping[str, Sequence[Any]] = {"conversation": [], "background": [False], "prompt": [], "moderation": []}
+# Fields of chat completions, and what is in their place here.
+_ELSEWHERE = {
+    "response_format": "text.format", "max_tokens": "max_output_tokens", "max_completion_tokens": "max_output_tokens",
+    "messages": "input", "logprobs": "include", "n": "a request for each reply",
+}  # fmt: skip
 _NOT_KEPT = "what it refers to is not kept here, or not any more"
 
 
@@ -97,6 +102,7 @@ def parse(body: Mapping[str, Any], found: Found | None = None, before: tuple[Key
     found: all that the input refers to; before: the keys of what it goes on from.
     """
     c.refuse(body, _UNSUPPORTED)
+    c.refuse_moved(body, _ELSEWHERE, {"n": [1], "logprobs": [False]})
     _check_metadata(body)
     _summary(body)
     keep = c.get(body, "store", bool, True)

@@ -135,6 +135,7 @@ class Model(Prompts):
                     reply_from=run.reply_from,
                     logprobs=prompt.conversation.logprobs,
                     draft=prompt.conversation.draft,
+                    stop_tokens=() if prompt.conversation.endless else None,
                     prediction=prompt.prediction,
                     kv_recall=prompt.conversation.kv_recall,
                     shared=shared,

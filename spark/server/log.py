@@ -63,6 +63,7 @@ def logging_to_stderr() -> Iterator[None]:
     before = root.level
     root.addHandler(handler)
     root.setLevel(logging.INFO)
+    logging.getLogger("asyncio").setLevel(logging.ERROR)  # what it warns of is a client that left in mid-reply
     try:
         yield
     finally:

@@ -35,7 +35,9 @@ class PromptTooLongError(ContextOverflowError):
     """A prompt that leaves no room for a reply; figures: how long it is, how long it may be, as clients look for it."""
 
     def __init__(self, n: int, most: int, about: str = "") -> None:
-        super().__init__(f"the prompt of {about}{n} tokens leaves no room in a context of {most}")
+        # In words of OpenAI's, by which some clients know what to do.
+        limit = f"This model's maximum context length is {most} tokens"
+        super().__init__(f"{limit}, and the prompt has {about}{n} tokens; make it shorter")
         self.figures = f"{n} tokens > {most} maximum"
 
 

@@ -287,7 +287,7 @@ class Generation:
     The daemon's reader hands them over. There is no thread unless something has to be waited for: a daemon that
     starts, a pipe that is full, the end of a daemon that is lost.
 
-    grammar and the five fields after it, shared_by: as `protocol.Generate` has them. shared: what was sent of another
+    grammar and the six fields after it, shared_by: as `protocol.Generate` has them. shared: what was sent of another
     request with the same prompt; its daemon alone is asked, dead or alive. sent: what was sent of this one, or why it
     could not be.
     """
@@ -303,6 +303,7 @@ class Generation:
         reply_from: int | None = None,
         logprobs: int | None = None,
         draft: bool = True,
+        stop_tokens: tuple[int, ...] | None = None,
         prediction: Sequence[int] | None = None,
         kv_recall: KVRecall | None = None,
         shared: SentRequest | None = None,
@@ -332,6 +333,7 @@ class Generation:
             same_prompt_as=None if shared is None else shared.id,
             shared_by=shared_by,
             draft=draft,
+            stop_tokens=stop_tokens,
             prediction=tuple(prediction) if prediction else None,
             kv_recall=kv_recall,
         )

@@ -68,13 +68,14 @@ class Conversation:
     parallel_calls: more than one call in a reply is wanted. max_tokens: None: all that the context leaves; 0: the
     prompt is read, and kept, and nothing is written.
     response_schema: JSON schema of the reply; `{}`: any object; form_field: the field that it came in. written: how
-    the reply begins, which is not repeated. text_chars, tool_chars: how long messages and tools are for a
-    template, with objects as JSON, as `measured` found it. raw: text or tokens to continue in place of messages;
-    nothing is looked for in that reply. more_raw: further ones, each for itself. choices: replies to each prompt.
-    logprobs: how many likeliest tokens go with each token of visible text, beside its own log-probability; None: no
-    token has either. draft: whether tokens may be proposed ahead, which changes none; prediction: text that may come in
-    each reply, to propose from. kv_recall: what replies read of their context, None: as the server has it;
-    kept_messages: ranges of messages that they read whole, [from, to) each, -1: what stands before all messages.
+    the reply begins, which is not repeated. endless: no token ends a reply before its limit. text_chars, tool_chars:
+    how long messages and tools are for a template, with objects as JSON, as `measured` found it. raw: text or tokens
+    to continue in place of messages; nothing is looked for in that reply. more_raw: further ones, each for itself.
+    choices: replies to each prompt. logprobs: how many likeliest tokens go with each token of visible text, beside its
+    own log-probability; None: no token has either. draft: whether tokens may be proposed ahead, which changes none;
+    prediction: text that may come in each reply, to propose from. kv_recall: what replies read of their context, None:
+    as the server has it; kept_messages: ranges of messages that they read whole, [from, to) each, -1: what stands
+    before all messages.
     """
 
     messages: tuple[Message, ...] = ()
@@ -91,6 +92,7 @@ class Conversation:
     raw: str | tuple[int, ...] | None = None
     more_raw: tuple[str | tuple[int, ...], ...] = ()
     choices: int = 1
+    endless: bool = False
     logprobs: int | None = None
     draft: bool = True
     prediction: str = ""
@@ -392,6 +394,15 @@ def refuse(body: Mapping[str, Any], unsupported: Mapping[str, Sequence[Any]]) ->
             raise refusal(name, "not supported", hint=f"leave {name} out")
 
 
+def refuse_moved(
+    body: Mapping[str, Any], elsewhere: Mapping[str, str], neutral: Mapping[str, Sequence[Any]]
+) -> None:
+    """Refuse fields of another API, each with what is in its place, unless their value asks for nothing."""
+    for name, other in elsewhere.items():
+        if body.get(name) is not None and body[name] not in neutral.get(name, ()):
+            raise refusal(name, "not supported here", hint=f"give {other}")
+
+
 def tool(where: str, name: str, description: Any, parameters: Any) -> dict[str, Any]:
     """A tool's definition as templates take it."""
     if not 0 < len(name) <= MAX_NAME_CHARS:
@@ -544,7 +555,8 @@ def response_schema(where: str, value: Any, inner: str | None) -> Mapping[str, A
     if kind == "text":
         return None
     if kind == "json_object":
-        return {}
+        loose: dict[str, Any] = get(value, "schema", dict, {}, f"{where}.")  # as llama.cpp takes one
+        return loose
     if kind != "json_schema":
         raise refusal(f"{where}.type", "expected text, json_object or json_schema")
     holder = value

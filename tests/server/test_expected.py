@@ -81,7 +81,7 @@ def test_a_prompt_that_is_too_long_is_refused_before_any_work(path: str) -> None
         response = made.http.post(path, json=body("x" * 900, max_tokens=5, stream=True))
         said = response.json()["error"]["message"]
         count = made.http.post("/v1/messages/count_tokens", json=body("x" * 900)).json()["input_tokens"]
-        assert response.status_code == 400 and re.search(rf"\b{count} tokens\b.*\b700\b", said)
+        assert response.status_code == 400 and {f"{count}", "700"} <= {*re.findall(r"\d+", said)}
         assert made.stats()["steps"] == 0 and EXPECTED not in response.headers
 
 

@@ -232,7 +232,7 @@ def test_what_later_generations_are_told(monkeypatch: pytest.MonkeyPatch) -> Non
     prompt = backend.asked[0][0]
     first, second = backend.more
     same = {"seed": 3, "logprobs": 4, "draft": True, "prediction": tuple(b"so"), "kv_recall": None, "shared": None,
-            "shared_by": 0}  # fmt: skip
+            "shared_by": 0, "stop_tokens": None}  # fmt: skip
     assert first == {**same, "reply_from": None} and second == {**same, "reply_from": len(prompt)}
     assert finish.usage.cached == 2 and finish.usage.prompt == len(prompt)  # as the first one said on the way
 

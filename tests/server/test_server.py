@@ -300,7 +300,7 @@ UNIQUE = [{"type": "function", "function": {"name": "read", "parameters": SCHEMA
         (json.dumps({"messages": [{"role": "user", "content": 5}]}).encode(), 400, "content", "messages[0].content"),
         (json.dumps(body("refused")).encode(), 400, "refused", None),
         (json.dumps(body("refuse")).encode(), 400, "not with me", "messages"),
-        (json.dumps(body("x" * 5000)).encode(), 400, "leaves no room", "messages"),
+        (json.dumps(body("x" * 5000)).encode(), 400, "maximum context length is", "messages"),
         (json.dumps(body("x", response_format=FORM)).encode(), 400, "uniqueItems", "response_format"),
         (json.dumps(body("x", tools=UNIQUE, tool_choice="required")).encode(), 400, "uniqueItems", "tools"),
         (json.dumps(body("nan")).encode(), 500, "logits", None),

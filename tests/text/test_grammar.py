@@ -361,7 +361,6 @@ def tagged(value: Any, form: str = "xml") -> dict[str, Any]:
         ({"kind": "tool_call", "format": "xml", "tools": [{"name": "t"}] * 2}, "same name"),
         ({"kind": "tool_call", "format": "xml", "tools": [{"name": "t"}], "name": "u"}, "'u'"),
         (schema({"type": "array", "uniqueItems": True}), "uniqueItems"),
-        (schema({"type": "string", "format": "shoe-size"}), "shoe-size"),
         (schema({"not": {"type": "string"}}), '"not"'),
         (schema({"type": "strin"}), "strin"),
         (schema({"$ref": "#/$defs/none"}), "/\\$defs/none"),

@@ -64,6 +64,12 @@ NODE = {"type": "object", "properties": {"v": {"type": "integer"}, "next": {"$re
 TABLE: list[tuple[Any, list[Any], list[Any]]] = [
     ({**A, "type": "object"}, [{}, {"a": 1}], [{"b": 1}, {"a": "x"}]),
     ({**A, "type": "object", "additionalProperties": True}, [{"b": 1}], [{"a": "x"}]),
+    ({"type": "object", "propertyNames": {"type": "string"}, "additionalProperties": {"type": "integer"}},
+     [{}, {"b": 1}], [{"b": "x"}]),
+    ({"type": "object", "properties": {"a": {"type": "string", "format": "uri-reference"}, "b": {"format": "binary"}}},
+     [{"a": "x"}, {"b": "y"}, {"b": 1}], [{"a": 1}]),
+    ({"type": "object", "properties": {"a": {"type": "string", "format": "date"}}}, [{"a": "2026-11-29"}],
+     [{"a": "x"}]),
     ({**A, "type": "object", "additionalProperties": {"type": "string"}}, [{"a": 1, "b": "x"}], [{"b": 1}]),
     ({"type": "object"}, [{"b": [1]}, {}], []),
     ({"type": "object", "properties": {}}, [{}], [{"b": 1}]),
