@@ -8,6 +8,7 @@ wait for no long one, and what is shorter still is made at once. Whoever leaves 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -20,6 +21,7 @@ from engine.ground.errors import ContextOverflowError, RequestError
 from engine.text.tokenizer import Tokenizer
 from spark.speech.conversation import EFFORTS, Conversation, refusal
 from spark.speech.render import Opening, Renderer
+from spark.speech.tool_schemas import loosened
 
 _CHARS_A_TOKEN = 32  # more than any text has on average
 _LIKELY_CHARS_A_TOKEN = 4  # for what is too long to be made tokens of
@@ -260,7 +262,7 @@ class Prompts:
             made: dict[str, Any] = {
                 "kind": "tool_call",
                 "format": dialect.calls,
-                "tools": [{"name": f["name"], "parameters": f.get("parameters")} for f in functions],
+                "tools": [{"name": f["name"], "parameters": _enforced(f.get("parameters"))} for f in functions],
                 "parallel": conversation.parallel_calls,
             }
             if isinstance(choice, tuple):
@@ -276,6 +278,16 @@ class Prompts:
         elif opening.thinking == "" and dialect.thinks:
             made |= {"after": dialect.shuts, "opens": dialect.opens}
         return made
+
+
+def _enforced(parameters: Any) -> Any:
+    """Of a tool's schema what a call can be kept to; the tool looks at the rest, as it does where no call is required.
+
+    Of a form of the answer nothing is left out: it is refused, as nobody else looks at it.
+    """
+    with contextlib.suppress(RecursionError):  # which the daemon explains
+        return loosened(parameters)
+    return parameters
 
 
 def may_call(conversation: Conversation) -> bool:

@@ -23,6 +23,7 @@ from engine.ground.errors import RequestError
 from engine.text.grammar import Compiled, Vocabulary, _parse, _rules
 from engine.text.schemas import MOST_DEEP, OPTIONS, _Closing, _Known, _merged, _own, closed
 from engine.text.tokenizer import load
+from spark.speech.tool_schemas import loosened
 
 NANO = Path(__file__).parents[2] / "data" / "nano" / "nano.gguf"
 
@@ -366,6 +367,28 @@ def test_keywords_that_say_nothing_change_nothing(keywords: Any, vocabulary: Voc
         judge, oracle = Judge({"kind": "json_schema", "schema": schema}, vocabulary), Draft202012Validator(schema)
         for value in map(wrap, LISTS):
             assert judge.accepts(json.dumps(value, separators=(",", ":"))) == oracle.is_valid(value), value
+
+
+def test_of_what_a_tool_takes_what_nobody_enforces_is_left_out(vocabulary: Vocabulary) -> None:
+    """Not from constants, nor where it is a property's name."""
+    names = {"not": {"type": "string"}, "if": {"type": "array", "uniqueItems": True, "items": {"type": "integer"}}}
+    schema = {
+        "type": "object", "properties": {**names, "c": {"const": {"not": 1}}, "p": {"pattern": "(?<!a)b"}},
+        "required": ["not"], "dependentRequired": {"if": ["c"]}, "not": {"required": ["p"]}, "if": {}, "then": False,
+        "$defs": {"contains": {"anyOf": [{"contains": ONE, "type": "array"}, {"type": "null", "pattern": "(?P<a>b)"}]}},
+    }  # fmt: skip
+    assert loosened(schema) == {
+        "type": "object",
+        "properties": {
+            **names, "if": {"type": "array", "items": {"type": "integer"}}, "c": {"const": {"not": 1}}, "p": {},
+        },
+        "required": ["not"],
+        "$defs": {"contains": {"anyOf": [{"type": "array"}, {"type": "null", "pattern": "(?P<a>b)"}]}},
+    }  # fmt: skip
+    with pytest.raises(RequestError):
+        Judge({"kind": "json_schema", "schema": schema}, vocabulary)
+    judge = Judge({"kind": "json_schema", "schema": loosened({**schema, "properties": names, "$defs": {}})}, vocabulary)
+    assert judge.accepts_object({"not": "x", "if": [1, 1]}) and not judge.accepts_object({"if": [1]})
 
 
 def test_a_list_of_items_keeps_what_follows_it(vocabulary: Vocabulary) -> None:
