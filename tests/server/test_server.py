@@ -282,6 +282,7 @@ def test_models_and_health(fast: Running) -> None:
 SCHEMA = {"type": "object", "properties": {"a": {"type": "array", "uniqueItems": True}}}
 FORM = {"type": "json_schema", "json_schema": {"name": "n", "schema": SCHEMA}}
 UNIQUE = [{"type": "function", "function": {"name": "read", "parameters": SCHEMA}}]
+NAMED = [{"type": "function", "function": {"name": "read", "parameters": {"type": "object", "title": "uniqueItems"}}}]
 
 
 # --- refusals -------------------------------------------------------------------------------------
@@ -302,7 +303,7 @@ UNIQUE = [{"type": "function", "function": {"name": "read", "parameters": SCHEMA
         (json.dumps(body("refuse")).encode(), 400, "not with me", "messages"),
         (json.dumps(body("x" * 5000)).encode(), 400, "maximum context length is", "messages"),
         (json.dumps(body("x", response_format=FORM)).encode(), 400, "uniqueItems", "response_format"),
-        (json.dumps(body("x", tools=UNIQUE, tool_choice="required")).encode(), 400, "uniqueItems", "tools"),
+        (json.dumps(body("x", tools=NAMED, tool_choice="required")).encode(), 400, "uniqueItems", "tools"),
         (json.dumps(body("nan")).encode(), 500, "logits", None),
     ],
 )
@@ -432,6 +433,11 @@ def test_a_bad_form_is_refused_before_a_stream_begins(fast: Running) -> None:
         for stream in (True, False):
             response = fast.ask("x", response_format=form, stream=stream, **more)
             assert response.status_code == 400 and "uniqueItems" in response.json()["error"]["message"]
+
+
+def test_a_required_call_is_kept_to_what_can_be_enforced(fast: Running) -> None:
+    for choice in ("required", {"type": "function", "function": {"name": "read"}}):
+        assert fast.ask("x", tools=UNIQUE, tool_choice=choice).status_code == 200
 
 
 @pytest.mark.parametrize("stream", [False, True])
