@@ -23,6 +23,7 @@ from hypothesis import strategies as st
 
 from engine.ground.errors import FileFormatError, SparkError, UsageError
 from spark.extract import ExtractOptions, Report, alone_in, extract, homes, roots
+from spark.extract import report as report_module
 from spark.extract.intake import Intake, read_lines
 from spark.extract.messages import ToolTable
 from spark.extract.report import estimate_tokens
@@ -557,11 +558,12 @@ def test_a_program_s_folder_that_cannot_be_looked_into(
 # --- Counting ---
 
 
-def test_a_counter_of_tokens_is_used_and_named(tmp_path: Path) -> None:
+def test_what_the_report_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With words in place of the estimate, which can be counted by hand."""
+    monkeypatch.setattr(report_module, "estimate_tokens", lambda text: len(text.split()))
     home = codex_tree(tmp_path, ["aa"], turns=3)
     options = ExtractOptions(home, "codex", codex_dir=home)
-    report = extract(options, lambda done, total: None, count_tokens=lambda text: len(text.split()))
-    assert report.token_counter == "tokenizer"
+    report = extract(options, lambda done, total: None)
     assert report.tokens == {"assistant": 9, "reasoning": 0, "tool_call": 0, "user": 9}
     assert report.prompt_tokens == {"p50": 3, "p90": 3, "p99": 3}
     assert report.context_tokens == {"p50": 9, "p90": 15, "p99": 15}  # before the three answers: 3, 9, 15
