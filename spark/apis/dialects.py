@@ -24,7 +24,7 @@ UNSUPPORTED: Mapping[str, Sequence[Any]] = {
     "regex": [""], "ebnf": [""],
     # llama.cpp
     "grammar": [""], "n_predict": [-1], "typical_p": [1], "mirostat": [0], "dry_multiplier": [0],
-    "xtc_probability": [0], "dynatemp_range": [0], "top_n_sigma": [-1], "samplers": [[]],
+    "xtc_probability": [0], "dynatemp_range": [0], "top_n_sigma": [-1],
 }  # fmt: skip
 _SCHEMAS = ("guided_json", "json_schema")  # of vLLM before, and of llama.cpp
 
