@@ -7,12 +7,12 @@ lacks what was asked for looks like one that has it.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from engine.ground.sampling import Sampling
 from spark.speech import conversation as c
+from spark.speech.json_text import parse_string
 
 # What cannot be done, and the values that ask for nothing.
 UNSUPPORTED: Mapping[str, Sequence[Any]] = {
@@ -52,11 +52,8 @@ def schema(body: Mapping[str, Any]) -> tuple[str, Mapping[str, Any] | None]:
 
 def _schema(where: str, value: Any) -> Mapping[str, Any]:
     """A schema, or the text of one."""
-    if type(value) is str:
-        try:
-            value = json.loads(value)
-        except ValueError:
-            raise c.refusal(where, "expected a JSON schema, or the text of one") from None
+    if type(value) is str and type(value := parse_string(value)) is not dict:
+        raise c.refusal(where, "expected a JSON schema, or the text of one")
     return c.as_object(where, value)
 
 

@@ -204,7 +204,8 @@ def _refuse(options: CalibrateOptions) -> None:
     begun = None if state is None else state.get("trace")
     folder = options.trace_dir
     if options.trace_url:
-        _refuse_other_trace(options.trace_url)
+        if any(name.startswith("part-") for name in storage.names(options.trace_url)):
+            raise UsageError(f"{options.trace_url} has a trace already", hint="name another folder for --trace")
         if state is None and folder is not None:
             shutil.rmtree(folder, ignore_errors=True)  # of a run whose checkpoint is gone
     if folder is not None and begun != options.trace and part_paths(folder):
@@ -212,11 +213,6 @@ def _refuse(options: CalibrateOptions) -> None:
             f"{folder} has a trace already, and there is no checkpoint to go on from",
             hint="name another folder for --trace",
         )
-
-
-def _refuse_other_trace(url: str) -> None:
-    if any(name.startswith("part-") for name in storage.names(url)):
-        raise UsageError(f"{url} has a trace already", hint="name another folder for --trace")
 
 
 def _trace_bytes(model: Path, file: TokensFile, options: CalibrateOptions) -> int:
@@ -284,7 +280,6 @@ def _calibrate(
         staged.publish(options.staged, tally.has, tally.end, lambda a, b: progress("giving parts their names", a, b))
     elif options.trace_url and options.trace_dir is not None:
         progress("sending the trace", 0, 1)
-        _refuse_other_trace(options.trace_url)  # it may have come meanwhile
         storage.send(part_paths(options.trace_dir), options.trace_url)
     if options.url:
         with storage.writing(options.url, "the profile") as destination:

@@ -43,6 +43,7 @@ def test_forms_are_read_wherever_they_stand(api: Any, field: str, given: Any) ->
     ("field", "given", "named"),
     [
         ("guided_json", "{", "guided_json"),
+        ("guided_json", "[" * 50_000, "guided_json"),
         ("json_schema", [SCHEMA], "json_schema"),
         ("structured_outputs", {"regex": "(yes|no)"}, "structured_outputs.regex"),
         ("structured_outputs", {"choice": ["yes"]}, "structured_outputs.choice"),
