@@ -111,7 +111,7 @@ def test_tokens_profile_and_trace_are_there(expected: Expected, two: Machines, s
     assert f"{URL}/t/1 has a trace already" in refused(*again, "--trace", f"{URL}/t/1", cwd=tmp_path, status=2)
     stderr = refused(*again, "--trace", "s3://nobodys/t", cwd=tmp_path)
     assert "cannot write s3://nobodys/t/.parts-" in stderr
-    assert "expected one folder for the trace" in refused(*again, "--trace", f"{URL}/*", cwd=tmp_path, status=2)
+    assert "stands for several files" in refused(*again, "--trace", f"{URL}/*", cwd=tmp_path, status=2)
     assert [path.name for path in tmp_path.iterdir()] == ["p.csv"]
 
 
