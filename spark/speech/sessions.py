@@ -245,7 +245,7 @@ def publish(writers: Sequence[SessionWriter]) -> None:
         try:
             for writer, kept in old.items():
                 with contextlib.suppress(FileNotFoundError):
-                    os.link(writer.path, kept)
+                    _keep(writer.path, kept)
             for writer in writers[1:]:
                 writer.path.unlink(missing_ok=True)
             for writer in writers:
@@ -262,6 +262,16 @@ def publish(writers: Sequence[SessionWriter]) -> None:
         finally:
             for kept in old.values():
                 kept.unlink(missing_ok=True)
+
+
+def _keep(path: Path, kept: Path) -> None:
+    """Have a file by another name, too; by that alone where the file system knows no links (exFAT, some shares)."""
+    try:
+        os.link(path, kept)
+    except OSError:
+        if not path.is_file():  # there is none, or a folder
+            raise
+        path.replace(kept)
 
 
 def _sync(folder: Path) -> None:

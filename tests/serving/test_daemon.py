@@ -370,6 +370,16 @@ def test_help_needs_no_engine() -> None:
     assert done.returncode == 0 and "--residency-pct" in done.stdout and done.stderr == ""
 
 
+class Told:
+    """An output that notes the kinds of its events."""
+
+    def __init__(self, told: list[str]) -> None:
+        self.told, self.emitted_s = told, time.monotonic()
+
+    def emit(self, event: protocol.Event) -> None:
+        self.told.append(type(event).__name__)
+
+
 def test_idle_work_is_done_a_unit_at_a_time_and_only_without_lines() -> None:
     """Between two units the daemon looks for lines; with nothing left to do it waits for one."""
     told: list[str] = []
@@ -398,14 +408,8 @@ def test_idle_work_is_done_a_unit_at_a_time_and_only_without_lines() -> None:
             if wait:
                 raise daemon._Stopped("enough")
 
-    class Output:
-        emitted_s = time.monotonic()
-
-        def emit(self, event: protocol.Event) -> None:
-            told.append(type(event).__name__)
-
     with pytest.raises(daemon._Stopped):
-        daemon._serve(Engine(), Inbox(), Output())  # type: ignore[arg-type]
+        daemon._serve(Engine(), Inbox(), Told(told))  # type: ignore[arg-type]
     assert told == ["look", "unit", "look", "Pong", "unit", "look", "unit", "wait"]
 
 
@@ -426,12 +430,6 @@ def test_lines_without_a_pause_keep_nothing_from_running() -> None:
             while len(told) < 100_000:
                 yield b'{"op":"ping","id":1}'
 
-    class Output:
-        emitted_s = time.monotonic()
-
-        def emit(self, event: protocol.Event) -> None:
-            told.append(type(event).__name__)
-
     with pytest.raises(daemon._Stopped):
-        daemon._serve(Engine(), Inbox(), Output())  # type: ignore[arg-type]
+        daemon._serve(Engine(), Inbox(), Told(told))  # type: ignore[arg-type]
     assert told == 3 * [*daemon._INBOX_LINES * ["Pong"], "step"]

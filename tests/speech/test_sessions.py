@@ -249,6 +249,28 @@ def test_where_one_file_cannot_be_the_other_is_as_it_was(tmp_path: Path, which: 
     assert texts_of(tmp_path) == ({other.name: "old"} if there else {})
 
 
+@pytest.mark.parametrize("fails", [False, True])
+def test_where_there_are_no_links_files_are_renamed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: bool
+) -> None:
+    publish(two(tmp_path, "old"))
+
+    def none(*_: object) -> None:
+        raise PermissionError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(os, "link", none)
+    writers = two(tmp_path, "new")
+    if fails:
+        writers[1]._temporary.unlink()
+        with pytest.raises(SparkError, match="cannot be written"):
+            publish(writers)
+        writers[0].__exit__()
+    else:
+        publish(writers)
+    text = "old" if fails else "new"
+    assert texts_of(tmp_path) == {"train.jsonl": text, "test.jsonl": text}
+
+
 def test_one_that_is_killed_leaves_no_files_of_two_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     publish(two(tmp_path, "old"))
     seen, replace = list[dict[str, str]](), Path.replace
